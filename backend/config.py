@@ -1,0 +1,112 @@
+"""The engine's configuration: the `parameters` of a model's config.pbtxt, typed and checked."""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+class ConfigError(ValueError):
+    """A parameter of config.pbtxt is wrong; the message names it."""
+
+
+def _parse_bytes(value: Any) -> Any:
+    """'512MiB', '2 GB' or a plain number of bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", str(value), re.IGNORECASE)
+    if not match:
+        raise ValueError("should be a number of bytes such as 1073741824, 512MiB or 2GB")
+    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+class EngineConfig(BaseModel):
+    """Everything that config.pbtxt can set, each with a default that protects the server."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field(
+        description="Hugging Face directory, GGUF file, or package:<Python package>/<file in it>"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: bfloat16 where the device has it, else float32"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: the GPU of the model instance where there is one, else the CPU"
+    )
+    cpu_threads: int | None = Field(
+        None,
+        ge=1,
+        description="threads of arithmetic on CPU; default: OMP_NUM_THREADS, or all cores",
+    )
+    max_model_len: int | None = Field(
+        None, ge=2, description="tokens of prompt and answer together; default: the model's"
+    )
+    max_num_seqs: int = Field(64, ge=1, description="requests that run at once")
+    max_num_batched_tokens: int = Field(
+        512, ge=1, description="tokens that one step computes, prompts and answers together"
+    )
+    max_output_tokens: int = Field(
+        2048, ge=1, description="the server's cap on an answer's tokens, whatever max_tokens says"
+    )
+    default_max_tokens: int = Field(16, ge=1, description="max_tokens of requests without it")
+    max_queue_size: int = Field(
+        256, ge=0, description="requests that may wait beyond those that can run; more are refused"
+    )
+    block_size: int = Field(16, ge=1, description="tokens in a block of the KV cache")
+    kv_cache_memory: Annotated[int, BeforeValidator(_parse_bytes)] | None = Field(
+        None, description="bytes of the KV cache, as 1073741824, 512MiB or 2GB"
+    )
+    kv_cache_memory_fraction: float = Field(
+        0.5, gt=0, lt=1, description="where kv_cache_memory is not set: share of the free memory"
+    )
+    prefix_cache: Literal["on", "off"] = Field("off", description="reuse of computed prefixes")
+    drain_seconds: float = Field(
+        10.0, ge=0, description="how long running requests may go on when the model is unloaded"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "EngineConfig":
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}), so that each running request can move on"
+            )
+        if self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size ({self.block_size}) must be a power of two")
+        return self
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, Any]) -> "EngineConfig":
+        """Read the `parameters` map of a model configuration, {name: {"string_value": text}}.
+
+        Names in capitals belong to Triton Server and its Python backend and are left to them.
+
+        Raises:
+            ConfigError: names the parameter, its value and what is allowed.
+        """
+        values = {
+            name: value["string_value"].strip()
+            for name, value in parameters.items()
+            if not name.isupper()
+        }
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+
+def _explain(error: ValidationError) -> str:
+    details = error.errors()[0]
+    reason = details["msg"].removeprefix("Value error, ")
+    if not details["loc"]:
+        return f"config.pbtxt: {reason}"
+    name = details["loc"][0]
+    if details["type"] == "extra_forbidden":
+        known = ", ".join(sorted(EngineConfig.model_fields))
+        return f"config.pbtxt: unknown parameter '{name}'; known are: {known}"
+    if details["type"] == "missing":
+        field = EngineConfig.model_fields[str(name)]
+        return f"config.pbtxt: parameter '{name}' is missing ({field.description})"
+    return f"config.pbtxt: parameter '{name}' can't be {details['input']!r}. {reason}"

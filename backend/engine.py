@@ -1,0 +1,214 @@
+"""The engine: requests in, tokens out, one step at a time. Knows nothing of text.
+
+`step()` may be called directly (offline use, tests) or by the engine's own thread (`start()`);
+never both at once. All other methods may be called from any thread.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from backend.block_manager import BlockManager
+from backend.config import EngineConfig
+from backend.errors import InvalidArgument, Unavailable
+from backend.scheduler import ScheduledSequence, Scheduler
+from backend.sequence import EngineOutput, EngineRequest, FinishReason, SampledToken, Sequence
+
+logger = logging.getLogger("tritium")
+
+
+class Runner(Protocol):
+    """What the engine needs of a model runner."""
+
+    num_blocks: int
+
+    def run(self, batch: list[ScheduledSequence]) -> list[SampledToken]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """How full the engine is at one moment, and what it has done since it started."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    num_preemptions: int
+    num_steps: int
+    num_computed_tokens: int
+
+
+class Engine:
+    """Continuous batching over a model runner.
+
+    Args:
+        config: Limits.
+        runner: Runs a step's batch and holds `num_blocks` blocks of KV cache.
+        on_outputs: Called after a step, on the thread that stepped, with what is new.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        on_outputs: Callable[[list[EngineOutput]], None],
+    ) -> None:
+        self._config = config
+        self._runner = runner
+        self._on_outputs = on_outputs
+        self.block_manager = BlockManager(
+            runner.num_blocks, config.block_size, config.prefix_cache == "on"
+        )
+        self.scheduler = Scheduler(
+            self.block_manager, config.max_num_seqs, config.max_num_batched_tokens
+        )
+        self._inbox: deque[EngineRequest | int] = deque()  # to add, or the id to abort
+        self._wake = threading.Condition()
+        self._num_unfinished = 0  # reserved places, guarded by _wake
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._num_steps = 0
+        self._num_computed_tokens = 0
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """The longest that a sequence's KV can be, with the whole cache to itself."""
+        return self.block_manager.num_blocks * self._config.block_size
+
+    def is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def reserve(self) -> None:
+        """Take a place for a request that will be submitted; done before it is tokenised.
+
+        Raises:
+            Unavailable: the queue is full, or the engine is stopping.
+        """
+        with self._wake:
+            if self._stopping:
+                raise Unavailable("the model is shutting down")
+            limit = self._config.max_num_seqs + self._config.max_queue_size
+            if self._num_unfinished >= limit:
+                raise Unavailable(
+                    f"queue full: {self._num_unfinished} requests are running or waiting "
+                    f"(max_num_seqs {self._config.max_num_seqs} + "
+                    f"max_queue_size {self._config.max_queue_size}); try again later"
+                )
+            self._num_unfinished += 1
+
+    def release(self) -> None:
+        """Give back a reserved place that no request was submitted for."""
+        with self._wake:
+            self._num_unfinished -= 1
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a request on a reserved place. Exactly one output with a finish reason follows.
+
+        Raises:
+            InvalidArgument: it could not fit in the KV cache even alone.
+        """
+        if request.max_kv_tokens > self.max_kv_tokens:
+            raise InvalidArgument(
+                f"the request can never fit in the KV cache: prompt ("
+                f"{len(request.prompt_token_ids)} tokens) and max_tokens ({request.max_tokens}) "
+                f"together need {request.max_kv_tokens} tokens, the cache holds "
+                f"{self.max_kv_tokens}"
+            )
+        with self._wake:
+            self._inbox.append(request)
+            self._wake.notify()
+
+    def abort(self, request_id: int) -> None:
+        """End a request, waiting or running; does nothing where it has ended."""
+        with self._wake:
+            self._inbox.append(request_id)
+            self._wake.notify()
+
+    def stats(self) -> EngineStats:
+        running = len(self.scheduler.running)
+        return EngineStats(
+            num_running=running,
+            num_waiting=max(self._num_unfinished - running, 0),
+            num_blocks=self.block_manager.num_blocks,
+            num_used_blocks=self.block_manager.num_used_blocks,
+            num_cached_blocks=self.block_manager.num_cached_blocks,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            num_computed_tokens=self._num_computed_tokens,
+        )
+
+    def step(self) -> list[EngineOutput]:
+        """One step over what is there now: schedule, run, update."""
+        aborted = self._take_inbox()
+        batch = self.scheduler.schedule()
+        if not batch:
+            return aborted
+        sampled = self._runner.run(batch)
+        self._num_steps += 1
+        self._num_computed_tokens += sum(num_new for _, num_new in batch)
+        return aborted + self._hand_out(self.scheduler.update(batch, sampled))
+
+    def start(self) -> None:
+        """Step on a thread of the engine's own until `stop()`."""
+        self._thread = threading.Thread(target=self._loop, name="engine")
+        self._thread.start()
+
+    def stop(self, drain_seconds: float) -> None:
+        """Refuse new requests, let the others go on for so long, then end them with an error."""
+        with self._wake:
+            self._stopping = True
+        deadline = time.monotonic() + drain_seconds
+        while self._num_unfinished and time.monotonic() < deadline and self.is_alive():
+            time.sleep(0.02)
+        with self._wake:
+            self._thread, thread = None, self._thread
+            self._wake.notify()
+        if thread:
+            thread.join()
+        self._take_inbox()
+        self._end_all(self.scheduler.unfinished_ids(), FinishReason.SHUTDOWN, "")
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(self._has_something_to_do)
+                if self._thread is None:
+                    return
+            try:
+                self.step()
+            except Exception as error:
+                logger.exception("a step failed; its sequences end with an error")
+                running = [sequence.request_id for sequence in self.scheduler.running]
+                self._end_all(running, FinishReason.ERROR, f"the engine's step failed: {error}")
+
+    def _has_something_to_do(self) -> bool:
+        return bool(self._thread is None or self._inbox or self.scheduler.has_unfinished())
+
+    def _take_inbox(self) -> list[EngineOutput]:
+        """Add what was submitted, end what was aborted; returns the outputs of the latter."""
+        aborted: list[EngineOutput] = []
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, EngineRequest):
+                self.scheduler.add(Sequence(item))
+            else:
+                aborted += self.scheduler.end(item, FinishReason.CANCELLED)
+        return self._hand_out(aborted)
+
+    def _end_all(self, request_ids: list[int], reason: FinishReason, error: str) -> None:
+        for request_id in request_ids:
+            self._hand_out(self.scheduler.end(request_id, reason, error))
+
+    def _hand_out(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+        finished = sum(1 for output in outputs if output.finish_reason)
+        if finished:
+            with self._wake:
+                self._num_unfinished -= finished
+        if outputs:
+            self._on_outputs(outputs)
+        return outputs

@@ -1,0 +1,31 @@
+"""Errors that end a request with a code of Triton Server's and a message for the caller."""
+
+
+class RequestError(Exception):
+    """A request that is refused or failed; `code` is the name of a `TritonError` code."""
+
+    code = "INTERNAL"
+
+
+class InvalidArgument(RequestError):
+    """The request is wrong and stays wrong; the message names field, value and what is allowed."""
+
+    code = "INVALID_ARG"
+
+
+class Unsupported(RequestError):
+    """The request asks for something that this server does not do."""
+
+    code = "UNSUPPORTED"
+
+
+class Unavailable(RequestError):
+    """The request may succeed later or elsewhere; the message says which limit was reached."""
+
+    code = "UNAVAILABLE"
+
+
+class Cancelled(RequestError):
+    """The client cancelled the request or went away."""
+
+    code = "CANCELLED"

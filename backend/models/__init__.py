@@ -1,0 +1,23 @@
+"""The models that Tritium runs: built from a checkpoint, without transformers' own modules."""
+
+import torch
+
+from backend.models.config import ModelConfig
+from backend.models.llama import LlamaModel
+from backend.models.loader import load_config, load_weights, resolve
+
+__all__ = ["LlamaModel", "ModelConfig", "load_model"]
+
+
+def load_model(model: str, dtype: torch.dtype, device: torch.device) -> LlamaModel:
+    """Load a model onto a device.
+
+    Args:
+        model: a directory, a .gguf file or `package:NAME/PATH`; see `loader.resolve`.
+
+    Raises:
+        FileNotFoundError: the model, or part of it, is not there.
+        ValueError: it is not supported, or its weights are not those its config promises.
+    """
+    path = resolve(model)
+    return LlamaModel(load_config(path), load_weights(path), dtype, device)

@@ -1,0 +1,243 @@
+"""The contract with clients: Triton Server's tensors and parameters to requests, and back.
+
+Names, types and defaults of vLLM's Triton backend come first, ours beside them. Works on numpy
+arrays; knows nothing of the Python backend's own types.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from backend.errors import InvalidArgument, Unsupported
+from backend.output import Delta
+from backend.sampling_params import SamplingParams
+
+
+class TokenDecoder(Protocol):
+    def decode_token(self, token_id: int) -> str: ...
+
+
+class TensorSpec(NamedTuple):
+    name: str
+    data_type: str
+    dims: list[int]
+
+
+_FLAGS = (
+    "return_finish_reason",
+    "return_cumulative_logprob",
+    "return_logprobs",
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+    "return_usage",
+)
+# All of them optional: a request has text_input or messages.
+INPUTS = (
+    TensorSpec("text_input", "TYPE_STRING", [1]),
+    TensorSpec("messages", "TYPE_STRING", [1]),
+    TensorSpec("stream", "TYPE_BOOL", [1]),
+    TensorSpec("sampling_parameters", "TYPE_STRING", [1]),
+    TensorSpec("exclude_input_in_output", "TYPE_BOOL", [1]),
+    *(TensorSpec(name, "TYPE_BOOL", [1]) for name in _FLAGS),
+    TensorSpec("stop", "TYPE_STRING", [-1]),
+    TensorSpec("image", "TYPE_STRING", [-1]),
+    TensorSpec("embedding_request", "TYPE_STRING", [1]),
+    TensorSpec("business_line", "TYPE_STRING", [1]),
+    TensorSpec("cache_salt", "TYPE_STRING", [1]),
+    TensorSpec("request_class", "TYPE_STRING", [1]),
+)
+OUTPUTS = (
+    TensorSpec("text_output", "TYPE_STRING", [-1]),
+    TensorSpec("finish_reason", "TYPE_STRING", [-1]),
+    TensorSpec("cumulative_logprob", "TYPE_FP32", [-1]),
+    TensorSpec("logprobs", "TYPE_STRING", [-1]),
+    TensorSpec("num_input_tokens", "TYPE_UINT32", [1]),
+    TensorSpec("num_output_tokens", "TYPE_UINT32", [-1]),
+    TensorSpec("usage", "TYPE_STRING", [1]),
+)
+_REQUEST_CLASSES = ("interactive", "offline")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A request as its client meant it, checked."""
+
+    text_input: str | None  # exactly one of text_input and messages
+    messages: list[dict[str, Any]] | None
+    sampling: SamplingParams
+    stream: bool = False
+    echo: bool = False  # the answer starts with the prompt
+    returned: frozenset[str] = frozenset()  # those of the return_* flags that are set
+    business_line: str = ""
+    cache_salt: str = ""
+    request_class: str = "interactive"
+
+
+def parse(inputs: Mapping[str, np.ndarray], parameters: str) -> GenerationRequest:
+    """Read a request.
+
+    Args:
+        inputs: The tensors that the request has.
+        parameters: The request's parameters, a JSON object or "".
+
+    Raises:
+        InvalidArgument: names the tensor or parameter, its value, and what is allowed.
+        Unsupported: image or embedding input.
+    """
+    for name in ("image", "embedding_request"):
+        if name in inputs:
+            raise Unsupported(f"{name}: not supported by this model")
+    text_input = _string(inputs, "text_input")
+    messages = _string(inputs, "messages")
+    if text_input is None and messages is None:
+        raise InvalidArgument("the request has neither text_input nor messages; send one of them")
+    if text_input is not None and messages is not None:
+        raise InvalidArgument("the request has both text_input and messages; send one of them")
+
+    settings = _json_object("request parameters", parameters) if parameters else {}
+    business_line, cache_salt, request_class = (
+        _label(name, inputs, settings) for name in ("business_line", "cache_salt", "request_class")
+    )
+    if request_class not in ("", *_REQUEST_CLASSES):
+        allowed = " or ".join(_REQUEST_CLASSES)
+        raise InvalidArgument(
+            f"request_class: {request_class!r:.100} is not allowed; it is {allowed}"
+        )
+    sampling_parameters = _string(inputs, "sampling_parameters")
+    if sampling_parameters is not None:  # replaces the request's parameters
+        settings = _json_object("sampling_parameters", sampling_parameters)
+    if "stop" in inputs:
+        settings["stop"] = _strings(inputs, "stop")
+
+    stream = bool(_flag(inputs, "stream"))
+    exclude_input = _flag(inputs, "exclude_input_in_output")
+    if stream and exclude_input is False:
+        raise InvalidArgument(
+            "Error generating stream: When streaming, `exclude_input_in_output` = False "
+            "is not allowed."
+        )
+    return GenerationRequest(
+        text_input=text_input,
+        messages=None if messages is None else _messages(messages),
+        sampling=SamplingParams.parse(settings),
+        stream=stream,
+        echo=not stream and not exclude_input and text_input is not None,
+        returned=frozenset(name for name in _FLAGS if _flag(inputs, name)),
+        business_line=business_line,
+        cache_salt=cache_salt,
+        request_class=request_class or "interactive",
+    )
+
+
+def response_tensors(
+    request: GenerationRequest, delta: Delta, num_input_tokens: int, tokenizer: TokenDecoder
+) -> dict[str, np.ndarray]:
+    """The output tensors of one response: the text, and what the request asked for beside it."""
+    tensors = {"text_output": _string_tensor(delta.text)}
+    if "return_finish_reason" in request.returned:
+        tensors["finish_reason"] = _string_tensor(str(delta.finish_reason))
+    if "return_cumulative_logprob" in request.returned:
+        tensors["cumulative_logprob"] = np.array([delta.cumulative_logprob], dtype=np.float32)
+    if "return_logprobs" in request.returned:
+        tensors["logprobs"] = _string_tensor(json.dumps(_logprobs(request, delta, tokenizer)))
+    if "return_num_input_tokens" in request.returned:
+        tensors["num_input_tokens"] = np.array([num_input_tokens], dtype=np.uint32)
+    if "return_num_output_tokens" in request.returned:
+        tensors["num_output_tokens"] = np.array([len(delta.tokens)], dtype=np.uint32)
+    if "return_usage" in request.returned and delta.usage:
+        tensors["usage"] = _string_tensor(json.dumps(asdict(delta.usage)))
+    return tensors
+
+
+def _logprobs(
+    request: GenerationRequest, delta: Delta, tokenizer: TokenDecoder
+) -> list[dict[str, Any]] | None:
+    """One element a token: the top `logprobs` tokens and the chosen one."""
+    if request.sampling.logprobs is None:
+        return None
+    elements = []
+    for token_id, logprobs in delta.tokens:
+        assert logprobs
+        ranked = {i: (value, rank) for rank, (i, value) in enumerate(logprobs.top, start=1)}
+        ranked[token_id] = (logprobs.logprob, logprobs.rank)
+        elements.append(
+            {
+                str(i): {
+                    "logprob": value,
+                    "rank": rank,
+                    "decoded_token": tokenizer.decode_token(i),
+                }
+                for i, (value, rank) in ranked.items()
+            }
+        )
+    return elements
+
+
+def _string_tensor(text: str) -> np.ndarray:
+    return np.array([text.encode()], dtype=np.object_)
+
+
+def _strings(inputs: Mapping[str, np.ndarray], name: str) -> list[str]:
+    try:
+        return [
+            value if isinstance(value, str) else value.decode()
+            for value in inputs[name].reshape(-1)
+        ]
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(
+            f"{name}: not valid UTF-8 at byte {error.start}; only UTF-8 text is allowed"
+        ) from None
+
+
+def _one(name: str, values: list[Any]) -> Any:
+    if len(values) != 1:
+        raise InvalidArgument(f"{name}: has {len(values)} elements; exactly 1 is allowed")
+    return values[0]
+
+
+def _string(inputs: Mapping[str, np.ndarray], name: str) -> str | None:
+    return _one(name, _strings(inputs, name)) if name in inputs else None
+
+
+def _flag(inputs: Mapping[str, np.ndarray], name: str) -> bool | None:
+    return bool(_one(name, inputs[name].reshape(-1).tolist())) if name in inputs else None
+
+
+def _label(name: str, inputs: Mapping[str, np.ndarray], settings: dict[str, Any]) -> str:
+    """A label from its tensor, else from the parameters, where it is taken out."""
+    value = settings.pop(name, "")
+    if name in inputs:
+        value = _string(inputs, name)
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{name}: {value!r:.100} is not allowed; it is a string")
+    return value
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{name}: not valid JSON: {error}; it is a JSON object") from None
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"{name}: {text!r:.100} is not allowed; it is a JSON object")
+    return value
+
+
+def _messages(text: str) -> list[dict[str, Any]]:
+    try:
+        messages = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"messages: not valid JSON: {error}; it is a JSON list") from None
+    if not isinstance(messages, list) or not messages:
+        raise InvalidArgument(
+            f"messages: {text!r:.100} is not allowed; it is a JSON list with at least one message"
+        )
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InvalidArgument(f"messages: element {i} is not an object with a 'role' string")
+        if not isinstance(message.get("content"), str):
+            raise InvalidArgument(f"messages: element {i} has no 'content' string")
+    return messages

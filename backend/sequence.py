@@ -1,0 +1,123 @@
+"""A request inside the engine: token ids in, token ids out. Knows nothing of text or tensors."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import NamedTuple
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. STOP and LENGTH are answers; the others are not."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    SHUTDOWN = "shutdown"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """What the front hands to the engine. Plain data, already validated."""
+
+    request_id: int
+    prompt_token_ids: Seq[int]  # at least one
+    max_tokens: int  # at least 1
+    min_tokens: int = 0  # so many are sampled before one of stop_token_ids can be
+    stop_token_ids: frozenset[int] = frozenset()
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # of 64 bits; the random number of a token depends on (seed, position) alone
+    num_logprobs: int | None = None  # None: none; 0: the chosen token's; k: the top k as well
+    cache_salt: bytes = b""  # prompts share KV blocks only under equal salts
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """The most tokens whose KV this request can need: the last one's is never computed."""
+        return len(self.prompt_token_ids) + self.max_tokens - 1
+
+
+class TokenLogprobs(NamedTuple):
+    """Log probabilities at one position, of the model's own distribution (temperature 1)."""
+
+    logprob: float  # of the chosen token
+    rank: int  # of the chosen token, 1 is the most likely
+    top: list[tuple[int, float]]  # (token id, logprob), the most likely first
+
+
+class SampledToken(NamedTuple):
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """What the engine hands back after a step, for each request that has something new."""
+
+    request_id: int
+    tokens: list[SampledToken]
+    finish_reason: FinishReason | None = None
+    error: str = ""  # what went wrong, for FinishReason.ERROR
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    scheduled_time: float = 0.0  # time.perf_counter() when it first left the queue, 0: never
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request's state in the engine.
+
+    A step lets `num_computed_tokens` catch up with `num_tokens`, prompt or output alike::
+
+        |<------------------ num_tokens ------------------->|
+        |<---- num_prompt_tokens ---->|<----- output ------>|
+        |<- num_computed_tokens ->|<- what is to be done -->|
+    """
+
+    request: EngineRequest
+    token_ids: list[int] = field(init=False)  # prompt, then output
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0
+    scheduled_time: float = 0.0  # set by the scheduler at the first admission
+    num_preemptions: int = 0  # set by the scheduler
+    num_cached_tokens: int = 0  # set by the scheduler at the first admission
+
+    # -- owned by the block manager --
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks hashed so far
+    num_published_blocks: int = 0  # leading blocks of block_table that others may find
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt_token_ids)
+
+    @property
+    def request_id(self) -> int:
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    def finish_reason(self) -> FinishReason | None:
+        """Whether the last token was the last one."""
+        request = self.request
+        if self.token_ids[-1] in request.stop_token_ids:
+            return FinishReason.STOP
+        if self.num_output_tokens >= request.max_tokens:
+            return FinishReason.LENGTH
+        return None

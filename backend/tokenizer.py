@@ -1,0 +1,77 @@
+"""Text to token ids, chat messages to token ids, and token ids back to text as they come."""
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+from transformers import AutoTokenizer
+
+from backend.errors import InvalidArgument
+
+# Enough for the decoder to know whether the answer's first word starts with a space.
+_PROMPT_TAIL = 8
+
+
+class Tokenizer:
+    """A model's tokenizer and chat template.
+
+    Args:
+        path: Hugging Face directory or GGUF file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if path.is_file():
+            self._hf = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        else:
+            self._hf = AutoTokenizer.from_pretrained(path)
+        self._fast = self._hf.backend_tokenizer
+        self.vocab_size = len(self._hf)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain prompt, with the special tokens that the model wants around it."""
+        return self._fast.encode(text).ids
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation by the model's chat template, ready for the answer.
+
+        Raises:
+            InvalidArgument: the template does not take these messages, or there is none.
+        """
+        if not self._hf.chat_template:
+            raise InvalidArgument("messages: this model has no chat template; send text_input")
+        try:
+            text = self._hf.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # templates raise what they like
+            raise InvalidArgument(f"messages: the chat template refuses them: {error}") from None
+        return self._fast.encode(text, add_special_tokens=False).ids
+
+    def decode_token(self, token_id: int) -> str:
+        """The text of one token by itself, special tokens included."""
+        return self._fast.decode([token_id], skip_special_tokens=False)
+
+    def detokenizer(self, prompt_token_ids: list[int], skip_special_tokens: bool) -> "Detokenizer":
+        """For the answer to a prompt."""
+        return Detokenizer(self._fast, prompt_token_ids, skip_special_tokens)
+
+
+class Detokenizer:
+    """Turns token ids into text, one at a time, holding back characters that are not complete."""
+
+    def __init__(
+        self, tokenizer: Any, prompt_token_ids: list[int], skip_special_tokens: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._stream = DecodeStream(
+            ids=prompt_token_ids[-_PROMPT_TAIL:], skip_special_tokens=skip_special_tokens
+        )
+
+    def add(self, token_id: int) -> str:
+        """The text that this token completes, often its own, sometimes none."""
+        try:
+            return self._stream.step(self._tokenizer, token_id) or ""
+        except Exception:  # bytes that can't become text: go on after them
+            self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
+            return self._stream.step(self._tokenizer, token_id) or ""

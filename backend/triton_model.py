@@ -1,0 +1,132 @@
+"""Triton Server's Python backend: the model's lifecycle, requests in, responses out.
+
+Everything that needs the backend's own types is here (and in metrics.py); the work is done by
+`Front` and what is below it.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from backend.config import ConfigError, EngineConfig
+from backend.errors import RequestError
+from backend.protocol import INPUTS, OUTPUTS
+
+logger = logging.getLogger("tritium")
+
+_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class TritonPythonModel:
+    """What Triton Server's Python backend calls."""
+
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        """Add what config.pbtxt does not say: tensors, decoupled responses."""
+        config = auto_complete_model_config
+        max_batch_size = config.as_dict()["max_batch_size"]
+        if max_batch_size != 0:
+            raise ConfigError(
+                f"config.pbtxt: max_batch_size can't be {max_batch_size}. It must be 0: "
+                "the engine makes its own batches"
+            )
+        for spec in INPUTS:
+            config.add_input({**spec._asdict(), "optional": True})
+        for spec in OUTPUTS:
+            config.add_output(spec._asdict())
+        config.set_model_transaction_policy({"decoupled": True})
+        return config
+
+    def initialize(self, args: dict[str, str]) -> None:
+        # Not needed, and not waited for, by the process that only completes the configuration.
+        from backend.front import Front
+        from backend.metrics import Metrics
+        from backend.model_runner import ModelRunner
+        from backend.models.loader import resolve
+        from backend.tokenizer import Tokenizer
+
+        _log_to_server()
+        model_config = json.loads(args["model_config"])
+        config = EngineConfig.from_parameters(model_config["parameters"])
+        runner = ModelRunner(config, int(args["model_instance_device_id"]))
+        model = runner.model.config
+        self._front = Front(
+            config,
+            Tokenizer(resolve(config.model)),
+            runner,
+            _max_model_len(config, model.max_position_embeddings),
+            model.eos_token_ids,
+            Metrics(args["model_name"], args["model_version"]),
+        )
+        logger.info(
+            f"{args['model_name']}: {runner.model.dtype} on {runner.device}, KV cache of "
+            f"{runner.num_blocks} blocks of {runner.block_size} tokens "
+            f"({runner.num_blocks * runner.block_bytes / 2**20:.0f} MiB)"
+        )
+
+    def execute(self, requests: list[Any]) -> None:
+        """Hand the requests over; their responses come from the front's output thread."""
+        for request in requests:
+            responder = _Responder(request.get_response_sender())
+            inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+            self._front.handle(inputs, request.parameters(), responder)
+
+    def is_ready(self) -> bool:
+        return self._front.is_ready()
+
+    def finalize(self) -> None:
+        self._front.stop()
+
+
+class _Responder:
+    """Sends one request's responses."""
+
+    def __init__(self, sender: Any) -> None:
+        self._sender = sender
+
+    def send(self, tensors: Mapping[str, np.ndarray], final: bool) -> None:
+        response = pb_utils.InferenceResponse(
+            [pb_utils.Tensor(name, array) for name, array in tensors.items()]
+        )
+        self._sender.send(response, flags=_FINAL if final else 0)
+
+    def fail(self, error: RequestError) -> None:
+        code = getattr(pb_utils.TritonError, error.code)
+        response = pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
+        self._sender.send(response, flags=_FINAL)
+
+    def is_cancelled(self) -> bool:
+        return self._sender.is_cancelled()
+
+
+class _ServerLog(logging.Handler):
+    """Log records into Triton Server's log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log = pb_utils.Logger
+        if record.levelno >= logging.ERROR:
+            log.log_error(self.format(record))
+        elif record.levelno >= logging.WARNING:
+            log.log_warn(self.format(record))
+        else:
+            log.log_info(self.format(record))
+
+
+def _log_to_server() -> None:
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.handlers = [_ServerLog()]
+
+
+def _max_model_len(config: EngineConfig, max_position_embeddings: int) -> int:
+    max_model_len = config.max_model_len or max_position_embeddings
+    if max_model_len > max_position_embeddings:
+        raise ConfigError(
+            f"config.pbtxt: parameter 'max_model_len' can't be {max_model_len}. "
+            f"The model has {max_position_embeddings} positions"
+        )
+    return max_model_len

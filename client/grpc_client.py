@@ -1,0 +1,85 @@
+"""The client over gRPC: one bidirectional stream a request, all on one channel.
+
+It calls ModelStreamInfer through tritonclient's generated stub, not through its
+`InferenceServerClient.start_stream`: that allows one stream a client, needs a thread for each, and
+`stop_stream(cancel_requests=True)` leaves a thread behind for ever, waiting for a next request.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import grpc
+from tritonclient.grpc import InferResult, service_pb2, service_pb2_grpc
+
+from client.base import Client, GenerationStream
+from client.types import Delta, GenerationError
+
+# Errors come with a status code then, not only as a message inside a response.
+_METADATA = (("triton_grpc_error", "true"),)
+
+# gRPC doubles its pause between attempts up to two minutes, in which every call fails at once:
+# too long for someone who waits for a server to start.
+_CHANNEL_OPTIONS = (("grpc.max_reconnect_backoff_ms", 1000),)
+
+
+class GrpcClient(Client):
+    """Talks to Triton Server's gRPC port, `url` being host:port."""
+
+    def __init__(self, url: str = "localhost:8001", model: str = "smollm2") -> None:
+        self._url = url
+        self._model = model
+        channel = grpc.insecure_channel(url, options=_CHANNEL_OPTIONS)
+        self._infer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer
+
+    def _open(self, fields: Mapping[str, str | bool], timeout: float | None) -> GenerationStream:
+        # gRPC closes our side of the stream behind the only request, so the server ends the call
+        # when the answer is complete. The timeout is a deadline, which reaches the server too.
+        request = iter([_infer_request(self._model, fields)])
+        call = self._infer(request, timeout=timeout, metadata=_METADATA)
+        return GenerationStream(_deltas(call, self._url, timeout), call.cancel)
+
+
+def _infer_request(model: str, fields: Mapping[str, str | bool]) -> service_pb2.ModelInferRequest:
+    request = service_pb2.ModelInferRequest(model_name=model)
+    for name, value in fields.items():
+        tensor = request.inputs.add(name=name, shape=[1])
+        if isinstance(value, bool):
+            tensor.datatype = "BOOL"
+            tensor.contents.bool_contents.append(value)
+        else:
+            tensor.datatype = "BYTES"
+            tensor.contents.bytes_contents.append(value.encode())
+    return request
+
+
+def _deltas(call: Any, url: str, timeout: float | None) -> Iterator[Delta]:
+    try:
+        for response in call:
+            if response.error_message:
+                # Errors from before the model, such as an unknown name, have no status.
+                raise GenerationError("UNKNOWN", response.error_message)
+            yield Delta.from_outputs(_outputs(response.infer_response))
+    except grpc.RpcError as error:
+        # The call itself is the error.
+        raise _generation_error(call, url, timeout) from error
+    finally:
+        call.cancel()
+
+
+def _outputs(response: service_pb2.ModelInferResponse) -> dict[str, str | int]:
+    result = InferResult(response)
+    outputs: dict[str, str | int] = {}
+    for output in response.outputs:
+        for value in result.as_numpy(output.name).reshape(-1)[:1]:
+            outputs[output.name] = value.decode() if isinstance(value, bytes) else int(value)
+    return outputs
+
+
+def _generation_error(call: Any, url: str, timeout: float | None) -> GenerationError | TimeoutError:
+    code, details = call.code(), call.details()
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return TimeoutError(f"no complete answer from {url} within {timeout} s")
+    if code is grpc.StatusCode.UNAVAILABLE:
+        # Refused by the server or no way to it: gRPC does not tell, so say who it was about.
+        details = f"{url}: {details}"
+    return GenerationError(code.name, details)

@@ -1,0 +1,48 @@
+"""A request's input fields, by the server's names, before a transport encodes them."""
+
+import json
+from typing import Any, TypedDict
+
+
+class RequestOptions(TypedDict, total=False):
+    """What may accompany a prompt."""
+
+    messages: list[dict[str, str]] | None  # chat messages, instead of a prompt
+    sampling: dict[str, Any] | None  # sampling parameters, by vLLM's names
+    business_line: str | None  # who pays
+    cache_salt: str | None  # extra isolation of the prefix cache
+    request_class: str | None  # "interactive" or "offline"
+
+
+def request_fields(
+    prompt: str | None,
+    *,
+    messages: list[dict[str, str]] | None = None,
+    sampling: dict[str, Any] | None = None,
+    business_line: str | None = None,
+    cache_salt: str | None = None,
+    request_class: str | None = None,
+) -> dict[str, str | bool]:
+    """Return the fields of a streamed request; the transports send each as a tensor or JSON key."""
+    if (prompt is None) == (messages is None):
+        raise ValueError("give exactly one of prompt and messages")
+    if sampling and sampling.get("n", 1) not in (1, "1"):
+        raise ValueError(f"a stream carries one answer: n must be 1, got {sampling['n']}")
+    fields: dict[str, str | bool] = {
+        "stream": True,
+        "return_finish_reason": True,
+        "return_num_output_tokens": True,
+        "return_usage": True,
+    }
+    if prompt is not None:
+        fields["text_input"] = prompt
+    else:
+        fields["messages"] = json.dumps(messages, ensure_ascii=False)
+    if sampling:
+        fields["sampling_parameters"] = json.dumps(sampling, ensure_ascii=False)
+    who = {
+        "business_line": business_line,
+        "cache_salt": cache_salt,
+        "request_class": request_class,
+    }
+    return fields | {name: value for name, value in who.items() if value is not None}

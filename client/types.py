@@ -1,0 +1,72 @@
+"""What the client hands out: deltas, whole answers, usage, errors. Knows nothing of transports."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+
+class GenerationError(Exception):
+    """The server refused a request, broke off its answer, or could not be reached.
+
+    `code` is a gRPC status name (`INVALID_ARGUMENT`, `UNAVAILABLE`, ...) over both transports, or
+    `UNKNOWN` where the server sent a message without a code.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(code, message)
+        self.code = code
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one answer cost, as the server measured it."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    queue_ms: float = 0.0
+    ttft_ms: float = 0.0
+    total_ms: float = 0.0
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read the server's `usage` output; keys of newer servers are ignored."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{key: value for key, value in json.loads(text).items() if key in known})
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The next piece of an answer; the last one carries `finish_reason` and `usage`."""
+
+    text: str
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    num_output_tokens: int = 0
+
+    @classmethod
+    def from_outputs(cls, outputs: Mapping[str, Any]) -> Self:
+        """Build it from one response's output tensors, each reduced to its only element."""
+        reason = outputs.get("finish_reason")
+        usage = outputs.get("usage")
+        return cls(
+            text=outputs.get("text_output", ""),
+            # The contract's word for "not finished yet" is the string None.
+            finish_reason=None if reason == "None" else reason,
+            usage=Usage.from_json(usage) if usage else None,
+            num_output_tokens=outputs.get("num_output_tokens", 0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A whole answer."""
+
+    text: str
+    finish_reason: str | None
+    usage: Usage | None

@@ -1,0 +1,336 @@
+"""`make bench`: what the engine gains, and what the way through Triton Server costs, in one run.
+
+    (a) engine   the engine alone, in this process
+    (b) server   the same engine behind Triton Server, streamed over gRPC by this process
+    (c) static   the same engine held to static batching, as transformers' `generate` does it: a
+                 batch starts full, and every row is computed until the longest one ends
+    (d) hf       transformers' `generate`, one request at a time
+
+Workload: 64 requests, prompts of 32-256 and answers of 16-192 tokens, both uniform, seeded,
+lengths forced. A closed loop: `concurrency` requests are in flight, the next one starts when one
+ends. The long-tailed workload: 128 requests at once, 90 % of answers 8-32 tokens, 10 % 256.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from google.protobuf import text_format
+from rich.console import Console
+from rich.table import Table
+from transformers.generation.streamers import BaseStreamer
+from tritonclient.grpc import model_config_pb2
+
+from backend.config import EngineConfig
+from backend.engine import Engine
+from backend.model_runner import ModelRunner
+from backend.models.loader import resolve
+from backend.sequence import EngineOutput, EngineRequest
+from backend.serve import ROOT, TritonServer
+from backend.tokenizer import Tokenizer
+from client import GrpcClient
+from loadtests.transformers_model import transformers_model
+
+CONCURRENCY = (1, 8, 32)
+STATIC_BATCH = 32  # of the long-tailed workload
+
+
+class Request(NamedTuple):
+    """Forced lengths; the prompt as token ids and as the text that gives just these."""
+
+    token_ids: list[int]
+    text: str
+    num_output_tokens: int
+
+
+@dataclass(slots=True)
+class Result:
+    """One way of serving at one concurrency. Times in seconds."""
+
+    way: str
+    concurrency: int
+    num_tokens: int = 0
+    seconds: float = 0.0
+    ttft: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)  # (e2e - ttft) / (tokens - 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+    def add(self, start: float, first: float, end: float, num_tokens: int) -> None:
+        """Count one request by the moments it started, had its first and its last token."""
+        self.num_tokens += num_tokens
+        self.ttft.append(first - start)
+        if num_tokens > 1:
+            self.tpot.append((end - first) / (num_tokens - 1))
+
+
+class Prompts:
+    """Draws prompts of an exact number of tokens: words that are one token each."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._words = [
+            word
+            for word in (tokenizer.decode_token(i) for i in range(1000, 20000))
+            if word.startswith(" ") and word[1:].isascii() and word[1:].isalpha()
+        ]
+
+    def draw(self, rng: random.Random, num_tokens: int) -> tuple[list[int], str]:
+        text = "".join(rng.choices(self._words, k=num_tokens))
+        token_ids = self._tokenizer.encode(text)
+        assert len(token_ids) == num_tokens
+        return token_ids, text
+
+
+def uniform_workload(prompts: Prompts) -> list[Request]:
+    rng = random.Random(0)
+    return [
+        Request(*prompts.draw(rng, rng.randint(32, 256)), rng.randint(16, 192)) for _ in range(64)
+    ]
+
+
+def long_tailed_workload(prompts: Prompts) -> list[Request]:
+    rng = random.Random(1)
+    lengths = [256] * 13 + [rng.randint(8, 32) for _ in range(115)]
+    rng.shuffle(lengths)
+    return [Request(*prompts.draw(rng, rng.randint(32, 64)), length) for length in lengths]
+
+
+class Alone:
+    """The engine without server or threads."""
+
+    def __init__(self, config: EngineConfig, runner: ModelRunner) -> None:
+        self._config = config
+        self._runner = runner
+
+    def continuous(self, requests: list[Request], concurrency: int) -> Result:
+        result = Result("engine", concurrency)
+        self._run(result, requests, requests, concurrency)
+        return result
+
+    def static(self, requests: list[Request], batch_size: int) -> Result:
+        """Batches in order; all rows run to the longest, only what was asked for counts."""
+        result = Result("static", batch_size)
+        for i in range(0, len(requests), batch_size):
+            batch = requests[i : i + batch_size]
+            longest = max(request.num_output_tokens for request in batch)
+            padded = [request._replace(num_output_tokens=longest) for request in batch]
+            self._run(result, batch, padded, batch_size)
+        return result
+
+    def _run(
+        self, result: Result, asked: list[Request], computed: list[Request], concurrency: int
+    ) -> None:
+        """Compute requests in a closed loop; count of each no more tokens than were asked for."""
+        config = self._config.model_copy(update={"max_num_seqs": concurrency})
+        engine = Engine(config, self._runner, on_outputs=lambda outputs: None)
+        moments: dict[int, list[float]] = {}  # request id: start, then each token
+        waiting = iter(range(len(computed)))
+
+        def submit_next() -> None:
+            if (i := next(waiting, None)) is not None:
+                engine.reserve()
+                moments[i] = [time.perf_counter()]
+                request = computed[i]
+                engine.submit(EngineRequest(i, request.token_ids, request.num_output_tokens))
+
+        begin = time.perf_counter()
+        for _ in range(concurrency):
+            submit_next()
+        unfinished = len(computed)
+        while unfinished:
+            outputs: list[EngineOutput] = engine.step()
+            now = time.perf_counter()
+            for output in outputs:
+                moments[output.request_id] += [now] * len(output.tokens)
+                if output.finish_reason:
+                    unfinished -= 1
+                    submit_next()
+        result.seconds += time.perf_counter() - begin
+        for i, (start, *tokens) in moments.items():
+            num_tokens = asked[i].num_output_tokens
+            result.add(start, tokens[0], tokens[num_tokens - 1], num_tokens)
+
+
+def served(server: TritonServer, requests: list[Request], concurrency: int) -> Result:
+    """Through Triton Server: one client, a thread for each request in flight."""
+    result = Result("server", concurrency)
+    client = GrpcClient(f"localhost:{server.grpc_port}")
+    waiting = iter(requests)
+    lock = threading.Lock()
+
+    def next_request() -> Request | None:
+        with lock:
+            return next(waiting, None)
+
+    def run() -> None:
+        while request := next_request():
+            sampling = {
+                "temperature": 0,
+                "max_tokens": request.num_output_tokens,
+                "ignore_eos": True,
+            }
+            start = time.perf_counter()
+            first, num_tokens = 0.0, 0
+            with client.stream(request.text, sampling=sampling) as stream:
+                for delta in stream:
+                    first = first or time.perf_counter()
+                    num_tokens += delta.num_output_tokens
+            end = time.perf_counter()
+            assert num_tokens == request.num_output_tokens
+            with lock:
+                result.add(start, first, end, num_tokens)
+
+    threads = [threading.Thread(target=run) for _ in range(concurrency)]
+    begin = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    result.seconds = time.perf_counter() - begin
+    return result
+
+
+class _Moments(BaseStreamer):
+    """When `generate` had each token; it puts the prompt first."""
+
+    def __init__(self) -> None:
+        self.moments: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.moments.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def transformers_one_by_one(path: Path, dtype: torch.dtype, requests: list[Request]) -> Result:
+    model = transformers_model(path, dtype)
+    result = Result("hf", 1)
+    begin = time.perf_counter()
+    for request in requests:
+        streamer = _Moments()
+        input_ids = torch.tensor([request.token_ids])
+        start = time.perf_counter()
+        model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=request.num_output_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            streamer=streamer,
+        )
+        _, first, *rest = streamer.moments
+        result.add(start, first, rest[-1], request.num_output_tokens)
+    result.seconds = time.perf_counter() - begin
+    return result
+
+
+def read_config() -> EngineConfig:
+    """The configuration that the server under test has."""
+    text = (ROOT / "model_repository/smollm2/config.pbtxt").read_text()
+    parameters = text_format.Parse(text, model_config_pb2.ModelConfig()).parameters
+    return EngineConfig.from_parameters(
+        {name: {"string_value": value.string_value} for name, value in parameters.items()}
+    )
+
+
+def measure(num_hf_requests: int, log: Path) -> Iterator[tuple[str, Result]]:
+    config = read_config()
+    path = resolve(config.model)
+    prompts = Prompts(Tokenizer(path))
+    uniform = uniform_workload(prompts)
+    runner = ModelRunner(config)
+    alone = Alone(config, runner)
+    with (
+        log.open("wb") as output,
+        TritonServer(http_port=8100, grpc_port=8101, metrics_port=8102, log=output) as server,
+    ):
+        served(server, uniform[:2], 2)  # warm
+        for concurrency in CONCURRENCY:
+            yield "uniform", alone.continuous(uniform, concurrency)
+            yield "uniform", served(server, uniform, concurrency)
+            if concurrency > 1:
+                yield "uniform", alone.static(uniform, concurrency)
+    long_tailed = long_tailed_workload(prompts)
+    yield "long-tailed", alone.continuous(long_tailed, STATIC_BATCH)
+    yield "long-tailed", alone.continuous(long_tailed, len(long_tailed))
+    yield "long-tailed", alone.static(long_tailed, STATIC_BATCH)
+    dtype = runner.model.dtype
+    yield "uniform", transformers_one_by_one(path, dtype, uniform[:num_hf_requests])
+
+
+def table(results: list[tuple[str, Result]]) -> Table:
+    table = Table(title="Output tokens/s, TTFT and TPOT in ms")
+    for name in ("workload", "way", "concurrency", "tokens/s"):
+        table.add_column(name, justify="right")
+    for name in ("TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95"):
+        table.add_column(name, justify="right")
+    for workload, result in results:
+        quantiles = [
+            f"{_percentile(times, share) * 1000:.1f}"
+            for times in (result.ttft, result.tpot)
+            for share in (50, 95)
+        ]
+        table.add_row(
+            workload,
+            result.way,
+            str(result.concurrency),
+            f"{result.tokens_per_second:.1f}",
+            *quantiles,
+        )
+    return table
+
+
+def ratios(results: list[tuple[str, Result]]) -> Iterator[tuple[str, float, float]]:
+    """(what is compared, the ratio, what is to be reached)."""
+    speed = {
+        (workload, result.way, result.concurrency): result.tokens_per_second
+        for workload, result in results
+    }
+    alone = speed["uniform", "engine", 32]
+    yield "server / engine at 32", speed["uniform", "server", 32] / alone, 0.85
+    yield "engine / static at 32", alone / speed["uniform", "static", 32], 1.3
+    yield "engine at 32 / transformers", alone / speed["uniform", "hf", 1], 10
+    static = speed["long-tailed", "static", STATIC_BATCH]
+    yield "long-tailed, engine / static", speed["long-tailed", "engine", 128] / static, 3
+    yield "  with no more rows than static", speed["long-tailed", "engine", 32] / static, 1
+
+
+def _percentile(values: list[float], percent: int) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m loadtests.bench", description=__doc__)
+    parser.add_argument("--hf-requests", type=int, default=16, help="how many of the 64 for (d)")
+    parser.add_argument("--output", type=Path, default=ROOT / "results/bench.json")
+    options = parser.parse_args()
+    options.output.parent.mkdir(exist_ok=True)
+    console = Console()
+    results = []
+    for workload, result in measure(options.hf_requests, options.output.with_suffix(".log")):
+        results.append((workload, result))
+        console.print(
+            f"{workload} {result.way} {result.concurrency}: {result.tokens_per_second:.1f} tokens/s"
+        )
+    console.print(table(results))
+    for name, ratio, goal in ratios(results):
+        console.print(f"{name}: {ratio:.2f} (to reach: {goal})")
+    options.output.write_text(
+        json.dumps([{"workload": workload, **asdict(result)} for workload, result in results])
+    )
+
+
+if __name__ == "__main__":
+    main()

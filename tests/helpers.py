@@ -1,0 +1,85 @@
+"""What several test files need: small requests, sequences and engines without a model."""
+
+import threading
+import time
+from collections.abc import Iterable
+
+from backend.block_manager import BlockManager
+from backend.config import EngineConfig
+from backend.scheduler import ScheduledSequence
+from backend.sequence import EngineOutput, EngineRequest, FinishReason, SampledToken, Sequence
+
+
+def make_request(
+    prompt: Iterable[int] = (1, 2, 3), max_tokens: int = 8, request_id: int = 0, **fields
+) -> EngineRequest:
+    return EngineRequest(request_id, list(prompt), max_tokens, **fields)
+
+
+def make_sequence(
+    prompt: Iterable[int] = (1, 2, 3), max_tokens: int = 8, request_id: int = 0, **fields
+) -> Sequence:
+    return Sequence(make_request(prompt, max_tokens, request_id, **fields))
+
+
+def make_config(**changes) -> EngineConfig:
+    small = dict(model="none", max_num_seqs=4, max_num_batched_tokens=16, block_size=4)
+    return EngineConfig(**{**small, **changes})
+
+
+def compute(manager: BlockManager, sequence: Sequence, num_new_tokens: int) -> None:
+    """What one step does to a sequence: blocks, forward pass, publication."""
+    assert manager.allocate(sequence, num_new_tokens)
+    sequence.num_computed_tokens += num_new_tokens
+    manager.cache_full_blocks(sequence)
+
+
+class CountingRunner:
+    """Samples, for each sequence, how many tokens it has: each token tells its own place."""
+
+    def __init__(self, num_blocks: int = 64, seconds: float = 0.0) -> None:
+        self.num_blocks = num_blocks
+        self.seconds = seconds  # that a step takes
+
+    def run(self, batch: list[ScheduledSequence]) -> list[SampledToken]:
+        time.sleep(self.seconds)
+        return [SampledToken(s.sequence.num_tokens, None) for s in batch if s.samples]
+
+
+class Collector:
+    """Takes an engine's outputs, and lets a test wait for requests to finish."""
+
+    def __init__(self) -> None:
+        self.outputs: list[EngineOutput] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, outputs: list[EngineOutput]) -> None:
+        with self._changed:
+            self.outputs += outputs
+            self._changed.notify_all()
+
+    @property
+    def reasons(self) -> dict[int, list[FinishReason]]:
+        """All finish reasons of each request: there should be one."""
+        reasons: dict[int, list[FinishReason]] = {}
+        for output in list(self.outputs):
+            if output.finish_reason:
+                reasons.setdefault(output.request_id, []).append(output.finish_reason)
+        return reasons
+
+    def token_ids(self, request_id: int) -> list[int]:
+        return [
+            token.token_id
+            for output in list(self.outputs)
+            if output.request_id == request_id
+            for token in output.tokens
+        ]
+
+    def wait_until_finished(self, *request_ids: int) -> None:
+        with self._changed:
+            done = self._changed.wait_for(lambda: self.reasons.keys() >= set(request_ids), 20)
+        assert done, f"finished in time are only {sorted(self.reasons)}"
+
+    def wait_for_a_token(self, request_id: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.token_ids(request_id), 20)

@@ -1,0 +1,149 @@
+"""Bad input: the right code, a message that names the field, and the server goes on."""
+
+import json
+
+import pytest
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
+
+from tests.server.harness import collect, complete, tensor
+
+PROMPT = "The capital of France is"
+MESSAGES = json.dumps([{"role": "user", "content": "Hi"}])
+
+
+def error_of(server, text, **options):
+    responses = collect(server, text, **options)
+    assert len(responses) == 1
+    error = responses[0].error
+    assert error is not None
+    return error.status(), error.message()
+
+
+@pytest.mark.parametrize(
+    "text, tensors, words",
+    [
+        (None, {}, ["text_input", "messages"]),
+        (PROMPT, {"messages": MESSAGES}, ["both", "text_input", "messages"]),
+        ("", {}, ["text_input", "empty"]),
+        (b"caf\xe9", {}, ["text_input", "UTF-8"]),
+        ([PROMPT, PROMPT], {}, ["text_input"]),
+        (None, {"messages": "[]"}, ["messages", "at least one"]),
+        (None, {"messages": "{}"}, ["messages", "list"]),
+        (None, {"messages": "[1]"}, ["messages", "role"]),
+        (None, {"messages": '[{"role": "user"}]'}, ["messages", "content"]),
+        (None, {"messages": '[{"role": "user", "content": "\\ud800"}]'}, ["messages"]),
+        (None, {"messages": "[[["}, ["messages", "JSON"]),
+        (PROMPT, {"stop": [b"\xff"]}, ["stop", "UTF-8"]),
+        (PROMPT, {"stop": [""]}, ["stop", "empty"]),
+        (PROMPT, {"request_class": "express"}, ["request_class", "express", "interactive"]),
+    ],
+)
+def test_tensors(server, text, tensors, words):
+    status, message = error_of(server, text, **tensors)
+    assert "INVALID_ARGUMENT" in status or "unexpected shape" in message
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "sampling, words",
+    [
+        ("{broken", ["sampling_parameters", "JSON"]),
+        ("[1, 2]", ["sampling_parameters", "object"]),
+        ("7", ["sampling_parameters", "object"]),
+        ({"temprature": 1}, ["temprature", "temperature"]),
+        ({"temperature": -1}, ["temperature", "-1", "0"]),
+        ({"temperature": "hot"}, ["temperature", "hot"]),
+        ({"top_p": 0}, ["top_p", "0"]),
+        ({"top_p": 2}, ["top_p", "2"]),
+        ({"top_k": -2}, ["top_k", "-2"]),
+        ({"min_p": 1.5}, ["min_p", "1.5"]),
+        ({"max_tokens": 0}, ["max_tokens", "0", "1"]),
+        ({"max_tokens": -1}, ["max_tokens", "-1"]),
+        ({"max_tokens": "abc"}, ["max_tokens", "abc"]),
+        ({"seed": "abc"}, ["seed", "abc"]),
+        ({"seed": [1]}, ["seed", "[1]"]),
+        ({"stop": [1]}, ["stop", "1"]),
+        ({"stop_token_ids": [10**9]}, ["stop_token_ids", str(10**9)]),
+        ({"min_tokens": 9, "max_tokens": 8}, ["min_tokens", "9", "8"]),
+        ({"ignore_eos": "maybe"}, ["ignore_eos", "maybe"]),
+        ({"n": 2}, ["'n'", "2"]),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_sampling_parameters(server, sampling, words, stream):
+    status, message = error_of(server, PROMPT, sampling=sampling, stream=stream)
+    assert "INVALID_ARGUMENT" in status
+    assert all(word in message for word in words), message
+
+
+def test_the_same_errors_through_http(server):
+    status, body = server.http("models/smollm2/generate", {"text_input": PROMPT, "temperature": -1})
+    assert status == 400
+    assert "temperature" in json.loads(body)["error"]
+
+
+@pytest.mark.parametrize("tensors", [{"image": "aGk="}, {"embedding_request": "{}"}])
+def test_not_supported(server, tensors):
+    status, message = error_of(server, PROMPT, **tensors)
+    assert "UNIMPLEMENTED" in status
+    assert next(iter(tensors)) in message
+
+
+def test_not_supported_yet(server):
+    status, message = error_of(server, PROMPT, sampling={"presence_penalty": 0.5})
+    assert "UNIMPLEMENTED" in status
+    assert "presence_penalty" in message
+
+
+@pytest.mark.parametrize("over", [-1, 0, 1, 50])
+def test_prompts_around_max_model_len(server, tokenizer, over):
+    text = " hello" * (8192 + over)
+    assert len(tokenizer.encode(text)) == 8192 + over
+    if over == -1:
+        # Costs a prefill of 8,191 tokens; the answer has place for one.
+        (response,) = collect(
+            server,
+            text,
+            exclude_input_in_output=True,
+            sampling={"max_tokens": 100},
+            return_finish_reason=True,
+            return_num_output_tokens=True,
+        )
+        assert response.error is None
+        assert response.tensors["num_output_tokens"].item() == 1
+    else:
+        status, message = error_of(server, text)
+        assert "INVALID_ARGUMENT" in status
+        assert str(8192 + over) in message and "8192" in message
+
+
+def test_a_prompt_of_2_mb(server):
+    status, message = error_of(server, "hello " * 350_000)
+    assert "INVALID_ARGUMENT" in status
+    assert "8192" in message
+
+
+def test_what_can_never_fit_in_the_kv_cache(server):
+    status, message = error_of(
+        server, " hello" * 200, model="cramped", sampling={"max_tokens": 100}
+    )
+    assert "INVALID_ARGUMENT" in status
+    assert "KV cache" in message and "299" in message and "256" in message
+
+
+def test_a_tensor_of_the_wrong_type(server):
+    client = grpcclient.InferenceServerClient(server.grpc_url)
+    wrong = tensor("text_input", True)
+    results = []
+    client.start_stream(lambda result, error: results.append(error))
+    client.async_stream_infer("smollm2", [wrong])
+    client.stop_stream()
+    client.close()
+    (error,) = results
+    assert isinstance(error, InferenceServerException)
+    assert "text_input" in error.message()
+
+
+def test_it_still_answers(server):
+    assert complete(server, PROMPT).startswith(" Paris")

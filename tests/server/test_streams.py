@@ -1,0 +1,190 @@
+"""Many streams at once: every one ends exactly once, cancelled or not, and nothing is left."""
+
+import json
+import random
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.prompts import NUM_TOKENS, PROMPTS
+from tests.server.harness import collect, complete, send, until
+
+FORCED = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def texts(tokenizer, prompt_token_ids, greedy_token_ids):
+    """(prompt, what transformers answers) as text."""
+    prompts = [*PROMPTS[:-1], tokenizer.decode(prompt_token_ids[-1])]
+    answers = []
+    for token_ids, answer in zip(prompt_token_ids, greedy_token_ids, strict=True):
+        detokenizer = tokenizer.detokenizer(token_ids, skip_special_tokens=True)
+        answers.append("".join(map(detokenizer.add, answer)))
+    return list(zip(prompts, answers, strict=True))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_is_that_of_transformers(server, texts, stream):
+    """24 prompts at once; each chunk is decoded strictly, so a split character would raise."""
+
+    def answer(prompt):
+        return collect(server, prompt, stream=stream, exclude_input_in_output=True, sampling=FORCED)
+
+    with ThreadPoolExecutor(len(texts)) as pool:
+        responses = list(pool.map(answer, [prompt for prompt, _ in texts]))
+    answers = ["".join(response.text for response in each) for each in responses]
+    assert answers == [answer for _, answer in texts]
+    if stream:
+        assert all(len(each) > 5 for each in responses)
+
+
+def test_64_streams_a_third_of_them_cancelled(server):
+    rng = random.Random(0)
+    num_tokens = [rng.randint(5, 120) for _ in range(64)]
+    cancelled_after = {i: rng.randint(0, 4) for i in rng.sample(range(64), 21)}
+    ends: dict[int, list[str]] = {i: [] for i in range(64)}
+    tokens = dict.fromkeys(range(64), 0)
+
+    def run(i):
+        sampling = {"max_tokens": num_tokens[i], "ignore_eos": True, "seed": i}
+        with send(
+            server,
+            f"Story number {i}:",
+            stream=True,
+            sampling=sampling,
+            return_num_output_tokens=True,
+        ) as stream:
+            for count, response in enumerate(stream):
+                if response.error:
+                    ends[i].append(response.error.status())
+                    continue
+                tokens[i] += response.tensors["num_output_tokens"].item()
+                if response.final:
+                    ends[i].append("final")
+                elif count == cancelled_after.get(i):
+                    stream.cancel()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive()
+
+    assert all(len(ended) == 1 for ended in ends.values()), ends
+    for i in range(64):
+        if i not in cancelled_after:
+            assert ends[i] == ["final"]
+            assert tokens[i] == num_tokens[i]
+    until(lambda: server.metric("kv_blocks_used") == 0)
+
+
+def test_cancelling_ends_generation_within_a_second(server):
+    before = server.metric("requests_total", outcome="cancelled")
+    streams = [
+        send(
+            server,
+            f"Tell {i}",
+            stream=stream,
+            sampling={"max_tokens": 2000, "ignore_eos": True},
+        )
+        for i, stream in enumerate([True, True, False, False])
+    ]
+    until(lambda: server.metric("requests_running") == 4)
+    for stream in streams:
+        stream.cancel()
+    cancelled = time.monotonic()
+    until(lambda: server.metric("kv_blocks_used") == 0)
+    assert time.monotonic() - cancelled < 5  # 1 s where the machine is not busy
+    until(lambda: server.metric("requests_total", outcome="cancelled") == before + 4)
+    log = server.log.read_text()
+    assert "[vllm] Cancelling the request" in log
+    assert "[vllm] Successfully cancelled the request" in log
+
+
+def test_a_client_that_vanishes_from_http_cancels(server):
+    request = urllib.request.Request(
+        f"{server.http_url}/v2/models/smollm2/generate_stream",
+        data=json.dumps(
+            {"text_input": "Tell me", "stream": True, "max_tokens": 2000, "ignore_eos": True}
+        ).encode(),
+    )
+    responses = [urllib.request.urlopen(request, timeout=60) for _ in range(3)]
+    for response in responses:
+        assert response.readline().startswith(b"data: ")
+    before = server.metric("requests_total", outcome="cancelled")
+    for response in responses:
+        response.close()
+    until(lambda: server.metric("requests_total", outcome="cancelled") == before + 3)
+    until(lambda: server.metric("kv_blocks_used") == 0)
+
+
+def test_waiting_requests_can_be_cancelled(server, tokenizer):
+    """Two run and fill the cramped model; what waits behind them never is computed."""
+    computed = server.metric("prompt_tokens_total", "cramped")
+    long = {"max_tokens": 100, "ignore_eos": True}
+    running = [send(server, f"Tell {i}", model="cramped", sampling=long) for i in range(2)]
+    until(lambda: server.metric("requests_running", "cramped") == 2)
+    waiting = [send(server, f"Wait {i}", model="cramped", sampling=long) for i in range(4)]
+    until(lambda: server.metric("requests_waiting", "cramped") == 4)
+    for stream in waiting:
+        stream.cancel()
+    until(lambda: server.metric("requests_waiting", "cramped") == 0)
+    for stream in running:
+        stream.cancel()
+    until(lambda: server.metric("requests_running", "cramped") == 0)
+    prompts = 2 * len(tokenizer.encode("Tell 0"))
+    until(lambda: server.metric("prompt_tokens_total", "cramped") == computed + prompts)
+
+
+def test_over_the_queue_requests_are_refused(server):
+    """2 run, 4 wait: of 10 at once, 6 are answered and 4 refused with the limit's name."""
+    sampling = {"max_tokens": 60, "ignore_eos": True, "temperature": 0}
+    streams = [
+        send(server, f"Tell {i}", model="cramped", sampling=sampling, return_num_output_tokens=True)
+        for i in range(10)
+    ]
+    responses = [list(stream) for stream in streams]
+    refused = [response.error for (response,) in responses if response.error]
+    answered = [response for (response,) in responses if not response.error]
+    assert len(refused) == 4
+    assert all("UNAVAILABLE" in error.status() for error in refused)
+    assert all("max_queue_size" in error.message() for error in refused)
+    assert all(r.tensors["num_output_tokens"].item() == 60 for r in answered)
+
+
+def test_more_than_the_kv_cache_holds(server):
+    """Requests that only fit one after the other are preempted, not failed."""
+    before = server.metric("preemptions_total", "cramped")
+    sampling = {"max_tokens": 120, "ignore_eos": True, "temperature": 0}
+    prompt = "One two three four five six seven eight nine ten. " * 4
+    alone = complete(server, prompt, model="cramped", sampling=sampling)
+    with ThreadPoolExecutor(6) as pool:
+        answers = [
+            pool.submit(complete, server, prompt, model="cramped", sampling=sampling)
+            for _ in range(6)
+        ]
+        assert [answer.result() for answer in answers] == [alone] * 6
+    until(lambda: server.metric("preemptions_total", "cramped") > before)
+
+
+def test_max_output_tokens_caps_the_answer(server):
+    (response,) = collect(
+        server,
+        "Tell me",
+        model="cramped",
+        sampling={"max_tokens": 200, "ignore_eos": True},
+        return_finish_reason=True,
+        return_num_output_tokens=True,
+    )
+    assert response.tensors["num_output_tokens"].item() == 128
+    assert response.string("finish_reason") == "length"
+
+
+def test_200_short_requests_at_once(server):
+    with ThreadPoolExecutor(200) as pool:
+        texts = list(pool.map(lambda i: complete(server, "The capital of France is"), range(200)))
+    assert set(texts) == {texts[0]}

@@ -1,0 +1,133 @@
+"""config.pbtxt's parameters to EngineConfig."""
+
+import pytest
+
+from backend.config import ConfigError, EngineConfig
+
+
+def read(**values: str) -> EngineConfig:
+    parameters = {"model": "some/model", **values}
+    return EngineConfig.from_parameters(
+        {name: {"string_value": value} for name, value in parameters.items()}
+    )
+
+
+def refusal(**values: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        read(**values)
+    return str(refused.value)
+
+
+def test_every_default_protects_the_server():
+    config = read()
+    assert config.model == "some/model"
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (64, 512)
+    assert (config.max_output_tokens, config.default_max_tokens) == (2048, 16)
+    assert config.max_queue_size == 256
+    assert (config.block_size, config.prefix_cache) == (16, "off")
+    assert (config.kv_cache_memory, config.kv_cache_memory_fraction) == (None, 0.5)
+    assert (config.device, config.dtype, config.cpu_threads) == ("auto", "auto", None)
+    assert config.drain_seconds == 10.0
+
+
+def test_every_parameter_has_a_description():
+    assert all(field.description for field in EngineConfig.model_fields.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("dtype", "bfloat16", "bfloat16"),
+        ("device", "cuda", "cuda"),
+        ("cpu_threads", "4", 4),
+        ("max_model_len", "8192", 8192),
+        ("max_num_seqs", " 8 ", 8),
+        ("max_queue_size", "0", 0),
+        ("block_size", "1", 1),
+        ("block_size", "256", 256),
+        ("kv_cache_memory_fraction", "0.9", 0.9),
+        ("prefix_cache", "on", "on"),
+        ("drain_seconds", "0", 0.0),
+    ],
+)
+def test_good_values(name, text, value):
+    assert getattr(read(**{name: text}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("1073741824", 1073741824),
+        ("512MiB", 536870912),
+        ("2GB", 2000000000),
+        ("2 GiB", 2147483648),
+        ("1.5gib", 1610612736),
+        ("64k", 64000),
+        ("64KiB", 65536),
+        ("10B", 10),
+    ],
+)
+def test_memory(text, num_bytes):
+    assert read(kv_cache_memory=text).kv_cache_memory == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "allowed"),
+    [
+        ("dtype", "int8", "'auto', 'float32', 'bfloat16' or 'float16'"),
+        ("device", "tpu", "'auto', 'cpu' or 'cuda'"),
+        ("cpu_threads", "0", "greater than or equal to 1"),
+        ("max_model_len", "1", "greater than or equal to 2"),
+        ("max_num_seqs", "0", "greater than or equal to 1"),
+        ("max_num_seqs", "many", "valid integer"),
+        ("max_num_seqs", "", "valid integer"),
+        ("max_num_batched_tokens", "-5", "greater than or equal to 1"),
+        ("max_output_tokens", "0", "greater than or equal to 1"),
+        ("default_max_tokens", "0", "greater than or equal to 1"),
+        ("max_queue_size", "-1", "greater than or equal to 0"),
+        ("block_size", "1.5", "valid integer"),
+        ("kv_cache_memory", "lots", "bytes such as 1073741824, 512MiB or 2GB"),
+        ("kv_cache_memory", "-1", "bytes such as 1073741824, 512MiB or 2GB"),
+        ("kv_cache_memory", "2TiB", "bytes such as 1073741824, 512MiB or 2GB"),
+        ("kv_cache_memory_fraction", "0", "greater than 0"),
+        ("kv_cache_memory_fraction", "1", "less than 1"),
+        ("prefix_cache", "yes", "'on' or 'off'"),
+        ("drain_seconds", "-1", "greater than or equal to 0"),
+    ],
+)
+def test_bad_values_are_named_with_what_is_allowed(name, text, allowed):
+    message = refusal(**{name: text})
+    assert message.startswith(f"config.pbtxt: parameter '{name}' can't be {text!r}. ")
+    assert allowed in message
+
+
+def test_an_unknown_parameter_is_named_with_the_known_ones():
+    message = refusal(max_num_seq="4")
+    assert message.startswith("config.pbtxt: unknown parameter 'max_num_seq'; known are: ")
+    assert "max_num_seqs" in message
+
+
+def test_names_in_capitals_are_the_server_s():
+    assert read(EXECUTION_ENV_PATH="/x", FORCE_CPU_ONLY_INPUT_TENSORS="yes") == read()
+
+
+def test_a_model_is_needed():
+    with pytest.raises(ConfigError, match="parameter 'model' is missing .*GGUF"):
+        EngineConfig.from_parameters({})
+
+
+def test_the_budget_must_let_every_running_request_move_on():
+    assert refusal(max_num_seqs="64", max_num_batched_tokens="63") == (
+        "config.pbtxt: max_num_batched_tokens (63) must be at least max_num_seqs (64), "
+        "so that each running request can move on"
+    )
+    assert read(max_num_seqs="64", max_num_batched_tokens="64").max_num_seqs == 64
+
+
+def test_the_block_size_is_a_power_of_two():
+    assert refusal(block_size="24") == "config.pbtxt: block_size (24) must be a power of two"
+
+
+def test_a_configuration_does_not_change():
+    with pytest.raises(ValueError):
+        read().max_num_seqs = 5

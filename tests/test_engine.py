@@ -1,0 +1,347 @@
+"""The engine over a fake runner: places, endings, failures, its thread."""
+
+import pickle
+import threading
+import time
+
+import pytest
+
+from backend.engine import Engine
+from backend.errors import InvalidArgument, Unavailable
+from backend.sequence import EngineOutput, FinishReason, SampledToken, TokenLogprobs
+from tests.helpers import Collector, CountingRunner, make_config, make_request
+
+CANCELLED, ERROR, LENGTH, SHUTDOWN = (
+    FinishReason.CANCELLED,
+    FinishReason.ERROR,
+    FinishReason.LENGTH,
+    FinishReason.SHUTDOWN,
+)
+FOREVER = 10_000  # tokens
+
+
+class FailingRunner(CountingRunner):
+    """Fails in the steps of these numbers, the first is 1."""
+
+    def __init__(self, *failing_steps: int) -> None:
+        super().__init__()
+        self.failing_steps = failing_steps
+        self.num_steps = 0
+
+    def run(self, batch):
+        self.num_steps += 1
+        if self.num_steps in self.failing_steps:
+            raise RuntimeError("boom")
+        return super().run(batch)
+
+
+def make_engine(runner=None, **changes) -> tuple[Engine, Collector]:
+    collector = Collector()
+    return Engine(make_config(**changes), runner or CountingRunner(), collector), collector
+
+
+def submit(engine, request_id=0, max_tokens=3, prompt=(1, 2, 3)):
+    engine.reserve()
+    engine.submit(make_request(prompt, max_tokens, request_id))
+
+
+def step_until_idle(engine, collector, num_requests):
+    while len(collector.reasons) < num_requests:
+        engine.step()
+        engine.scheduler.check_integrity()
+
+
+def assert_idle(engine):
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+
+
+# -- places --
+
+
+def test_a_full_queue_refuses_and_says_which_limit():
+    engine, _ = make_engine(max_num_seqs=2, max_queue_size=1)
+    for _ in range(3):
+        engine.reserve()
+    with pytest.raises(Unavailable) as refused:
+        engine.reserve()
+    assert str(refused.value) == (
+        "queue full: 3 requests are running or waiting "
+        "(max_num_seqs 2 + max_queue_size 1); try again later"
+    )
+    assert refused.value.code == "UNAVAILABLE"
+
+
+def test_a_released_place_can_be_taken():
+    engine, _ = make_engine(max_num_seqs=1, max_queue_size=0)
+    engine.reserve()
+    engine.release()
+    engine.reserve()
+
+
+@pytest.mark.parametrize("ending", ["length", "abort"])
+def test_a_request_that_ends_gives_its_place_back(ending):
+    engine, collector = make_engine(max_num_seqs=1, max_queue_size=0)
+    submit(engine)
+    with pytest.raises(Unavailable):
+        engine.reserve()
+    if ending == "abort":
+        engine.abort(0)
+    step_until_idle(engine, collector, 1)
+    engine.reserve()
+
+
+def test_a_reserved_place_counts_as_waiting():
+    engine, _ = make_engine()
+    engine.reserve()
+    assert engine.stats().num_waiting == 1
+
+
+# -- submit --
+
+
+def test_what_can_never_fit_is_refused_on_arrival():
+    engine, _ = make_engine(CountingRunner(num_blocks=5))  # 20 tokens
+    with pytest.raises(InvalidArgument) as refused:
+        engine.submit(make_request(range(14), max_tokens=8))
+    assert str(refused.value) == (
+        "the request can never fit in the KV cache: prompt (14 tokens) and max_tokens (8) "
+        "together need 21 tokens, the cache holds 20"
+    )
+
+
+def test_what_just_fits_is_served():
+    engine, collector = make_engine(CountingRunner(num_blocks=5))
+    submit(engine, prompt=range(14), max_tokens=7)
+    step_until_idle(engine, collector, 1)
+    assert collector.token_ids(0) == [14, 15, 16, 17, 18, 19, 20]
+    assert collector.reasons == {0: [LENGTH]}
+
+
+def test_outputs_come_step_by_step():
+    engine, collector = make_engine()
+    submit(engine, max_tokens=2)
+    assert [o.tokens for o in engine.step()] == [[SampledToken(3, None)]]
+    assert [o.finish_reason for o in engine.step()] == [LENGTH]
+    assert engine.step() == []
+    assert collector.token_ids(0) == [3, 4]
+
+
+def test_an_idle_engine_does_not_run_the_model():
+    engine, collector = make_engine(FailingRunner(1))
+    assert engine.step() == []
+    assert engine.stats().num_steps == 0
+    assert collector.outputs == []
+
+
+def test_stats_tell_what_is_there_and_what_was_done():
+    engine, collector = make_engine(CountingRunner(num_blocks=9), max_num_seqs=2)
+    for i in range(3):
+        submit(engine, i, max_tokens=2, prompt=range(5))
+    engine.step()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (2, 1)
+    assert (stats.num_blocks, stats.num_used_blocks) == (9, 4)
+    assert (stats.num_steps, stats.num_computed_tokens) == (1, 10)
+    step_until_idle(engine, collector, 3)
+    assert_idle(engine)
+    assert engine.stats().num_computed_tokens == 18  # 3 x (5 + 1)
+
+
+# -- abort --
+
+
+def test_abort_of_a_running_request():
+    engine, collector = make_engine()
+    submit(engine, 0, max_tokens=50)
+    submit(engine, 1)
+    engine.step()
+    engine.abort(0)
+    step_until_idle(engine, collector, 2)
+    assert collector.reasons == {0: [CANCELLED], 1: [LENGTH]}
+    assert collector.token_ids(0) == [3]
+    assert_idle(engine)
+
+
+def test_abort_of_a_queued_request():
+    engine, collector = make_engine(max_num_seqs=1)
+    submit(engine, 0, max_tokens=4)
+    submit(engine, 1)
+    engine.step()
+    engine.abort(1)
+    [aborted, _] = engine.step()
+    assert (aborted.request_id, aborted.tokens, aborted.finish_reason) == (1, [], CANCELLED)
+    step_until_idle(engine, collector, 2)
+    assert collector.reasons == {0: [LENGTH], 1: [CANCELLED]}
+
+
+def test_abort_before_the_first_step():
+    engine, collector = make_engine()
+    submit(engine)
+    engine.abort(0)
+    engine.step()
+    assert collector.reasons == {0: [CANCELLED]}
+    assert engine.stats().num_steps == 0
+    assert_idle(engine)
+
+
+def test_abort_of_what_has_ended_or_never_was_does_nothing():
+    engine, collector = make_engine()
+    submit(engine)
+    step_until_idle(engine, collector, 1)
+    for request_id in (0, 0, 99):
+        engine.abort(request_id)
+    assert engine.step() == []
+    assert collector.reasons == {0: [LENGTH]}
+    assert_idle(engine)
+
+
+# -- the engine's thread --
+
+
+@pytest.fixture
+def start():
+    """Makes engines that run on their own thread, and stops them."""
+    engines = []
+
+    def start(runner=None, **changes):
+        engine, collector = make_engine(runner, **changes)
+        engines.append(engine)
+        engine.start()
+        return engine, collector
+
+    yield start
+    for engine in engines:
+        engine.stop(0)
+
+
+def test_the_thread_serves_what_comes(start):
+    engine, collector = start()
+    assert engine.is_alive()
+    for i in range(5):
+        submit(engine, i)
+    collector.wait_until_finished(*range(5))
+    assert collector.reasons == {i: [LENGTH] for i in range(5)}
+    assert collector.token_ids(4) == [3, 4, 5]
+    submit(engine, 5)  # after it was idle
+    collector.wait_until_finished(5)
+
+
+def test_a_step_that_fails_ends_the_running_requests_only(start):
+    engine, collector = make_engine(FailingRunner(1), max_num_seqs=2)
+    for i in range(4):
+        submit(engine, i)
+    engine.start()
+    collector.wait_until_finished(0, 1, 2, 3)
+    engine.stop(0)
+    assert collector.reasons == {0: [ERROR], 1: [ERROR], 2: [LENGTH], 3: [LENGTH]}
+    errors = {o.request_id: o.error for o in collector.outputs if o.error}
+    assert errors == {i: "the engine's step failed: boom" for i in (0, 1)}
+    assert_idle(engine)
+
+
+def test_the_loop_goes_on_after_many_failures(start):
+    engine, collector = start(FailingRunner(1, 2, 4))
+    for i in range(5):
+        submit(engine, i)
+        collector.wait_until_finished(i)
+    assert collector.reasons == {0: [ERROR], 1: [ERROR], 2: [ERROR], 3: [LENGTH], 4: [LENGTH]}
+    assert collector.token_ids(2) == [3]  # what it had before the step that failed
+    assert engine.is_alive()
+
+
+def test_stop_lets_running_and_queued_requests_finish():
+    engine, collector = make_engine(CountingRunner(seconds=0.002), max_num_seqs=2)
+    engine.start()
+    for i in range(6):
+        submit(engine, i)
+    engine.stop(20)
+    assert collector.reasons == {i: [LENGTH] for i in range(6)}
+    assert not engine.is_alive()
+    assert_idle(engine)
+
+
+def test_stop_ends_what_does_not_finish_in_time():
+    runner = CountingRunner(num_blocks=FOREVER, seconds=0.001)
+    engine, collector = make_engine(runner, max_num_seqs=1)
+    engine.start()
+    for i in range(3):
+        submit(engine, i, max_tokens=FOREVER)
+    collector.wait_for_a_token(0)
+    started = time.monotonic()
+    engine.stop(0.05)
+    assert time.monotonic() - started < 5
+    assert collector.reasons == {i: [SHUTDOWN] for i in range(3)}
+    assert_idle(engine)
+
+
+def test_stop_of_an_engine_that_never_started_ends_what_it_has():
+    engine, collector = make_engine()
+    submit(engine, 0)
+    submit(engine, 1)
+    engine.abort(1)
+    engine.stop(10)
+    assert collector.reasons == {0: [SHUTDOWN], 1: [CANCELLED]}
+
+
+def test_a_stopping_engine_refuses_new_requests():
+    engine, _ = make_engine()
+    engine.start()
+    engine.stop(0)
+    with pytest.raises(Unavailable, match="the model is shutting down"):
+        engine.reserve()
+
+
+def test_a_request_that_is_submitted_after_stop_is_answered():
+    """It took its place before, and was tokenised meanwhile."""
+    engine, collector = make_engine()
+    engine.start()
+    engine.reserve()
+    engine.stop(0)
+    try:
+        engine.submit(make_request())
+    except Unavailable:
+        return
+    assert collector.reasons == {0: [SHUTDOWN]}
+
+
+def test_200_threads_submit_and_abort(start):
+    """Every second request is aborted, sooner or later; the pool is small, so some are preempted."""
+    runner = CountingRunner(num_blocks=12)
+    engine, collector = start(runner, max_num_seqs=8, prefix_cache="on", max_queue_size=500)
+    barrier = threading.Barrier(200)
+
+    def client(request_id):
+        barrier.wait()
+        submit(engine, request_id, max_tokens=20, prompt=range(1 + request_id % 9))
+        if request_id % 2:
+            time.sleep(request_id % 7 * 1e-3)
+            engine.abort(request_id)
+
+    clients = [threading.Thread(target=client, args=[i]) for i in range(200)]
+    for thread in clients:
+        thread.start()
+    for thread in clients:
+        thread.join()
+    collector.wait_until_finished(*range(200))
+
+    assert {i: len(reasons) for i, reasons in collector.reasons.items()} == dict.fromkeys(
+        range(200), 1
+    )
+    for i in range(200):
+        first = 1 + i % 9
+        token_ids = collector.token_ids(i)
+        assert token_ids == list(range(first, first + len(token_ids)))
+        if i % 2 == 0:
+            assert collector.reasons[i] == [LENGTH]
+            assert len(token_ids) == 20
+    engine.stop(5)
+    assert_idle(engine)
+    assert engine.stats().num_preemptions > 0
+    engine.scheduler.check_integrity()
+
+
+def test_what_crosses_to_the_front_is_plain_data():
+    tokens = [SampledToken(5, TokenLogprobs(-0.5, 1, [(5, -0.5)]))]
+    for data in (make_request(seed=7), EngineOutput(0, tokens, LENGTH)):
+        assert pickle.loads(pickle.dumps(data)) == data

@@ -1,0 +1,84 @@
+"""Token for token the greedy output of transformers' own model in float32, however scheduled."""
+
+import pytest
+
+from backend.config import EngineConfig
+from backend.engine import Engine
+from backend.model_runner import ModelRunner
+from backend.sequence import EngineRequest
+from tests.conftest import SMOLLM2
+from tests.prompts import NUM_TOKENS
+
+CONFIG = EngineConfig(
+    model=SMOLLM2, dtype="float32", device="cpu", max_num_seqs=24, kv_cache_memory="640MiB"
+)
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    return ModelRunner(CONFIG)
+
+
+class SmallerRunner:
+    """The same model and cache, of which only the first blocks may be used."""
+
+    def __init__(self, runner: ModelRunner, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.run = runner.run
+
+
+def generate(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    """Run all prompts at once, checking the bookkeeping after every step."""
+    generated: list[list[int]] = [[] for _ in prompts]
+    for i, token_ids in enumerate(prompts):
+        engine.reserve()
+        engine.submit(EngineRequest(i, token_ids, NUM_TOKENS))
+    unfinished = len(prompts)
+    while unfinished:
+        for output in engine.step():
+            generated[output.request_id] += [token.token_id for token in output.tokens]
+            unfinished -= output.finish_reason is not None
+        engine.scheduler.check_integrity()
+    assert engine.stats().num_used_blocks == 0
+    return generated
+
+
+def make_engine(runner, **changes) -> Engine:
+    config = CONFIG.model_copy(update=changes)
+    return Engine(config, runner, on_outputs=lambda outputs: None)
+
+
+def test_alone(runner, prompt_token_ids, greedy_token_ids):
+    engine = make_engine(runner)
+    for token_ids, expected in zip(prompt_token_ids, greedy_token_ids, strict=True):
+        assert generate(engine, [token_ids]) == [expected]
+
+
+def test_in_a_batch_of_24(runner, prompt_token_ids, greedy_token_ids):
+    assert generate(make_engine(runner), prompt_token_ids) == greedy_token_ids
+
+
+def test_prefill_cut_into_chunks(runner, prompt_token_ids, greedy_token_ids):
+    engine = make_engine(runner, max_num_batched_tokens=32)
+    assert generate(engine, prompt_token_ids) == greedy_token_ids
+    assert engine.stats().num_steps > sum(map(len, prompt_token_ids)) / 32
+
+
+def test_preempted_several_times(runner, prompt_token_ids, greedy_token_ids):
+    num_blocks = -(-(len(prompt_token_ids[-1]) + NUM_TOKENS) // CONFIG.block_size)
+    engine = make_engine(SmallerRunner(runner, num_blocks))
+    # The long prompt first: the others then live on the few blocks that it leaves.
+    order = [len(prompt_token_ids) - 1, *range(len(prompt_token_ids) - 1)]
+    generated = generate(engine, [prompt_token_ids[i] for i in order])
+    assert generated == [greedy_token_ids[i] for i in order]
+    assert engine.stats().num_preemptions >= 3
+
+
+def test_prefix_reuse_on_the_second_pass(runner, prompt_token_ids, greedy_token_ids):
+    engine = make_engine(runner, prefix_cache="on")
+    assert generate(engine, prompt_token_ids) == greedy_token_ids
+    first = engine.stats().num_computed_tokens
+    assert generate(engine, prompt_token_ids) == greedy_token_ids
+    second = engine.stats().num_computed_tokens - first
+    reusable = sum((len(token_ids) - 1) // CONFIG.block_size for token_ids in prompt_token_ids)
+    assert second == first - reusable * CONFIG.block_size

@@ -1,0 +1,347 @@
+"""The scheduler on literal batches: (request id, new tokens). Blocks of 4 tokens."""
+
+import pytest
+
+from backend.block_manager import BlockManager
+from backend.scheduler import Scheduler
+from backend.sequence import FinishReason, SampledToken, SequenceStatus
+from tests.helpers import make_sequence
+
+CONTENT = 7  # the token that every step samples, unless a test says otherwise
+
+
+def make_scheduler(
+    num_blocks=100, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, prefix_cache=False
+) -> Scheduler:
+    manager = BlockManager(num_blocks, block_size, prefix_cache)
+    return Scheduler(manager, max_num_seqs, max_num_batched_tokens)
+
+
+def add(scheduler, *sequences):
+    for sequence in sequences:
+        scheduler.add(sequence)
+
+
+def step(scheduler, token_id=CONTENT):
+    """One step: (what it computed, its outputs)."""
+    batch = scheduler.schedule()
+    planned = [(sequence.request_id, num_new) for sequence, num_new in batch]
+    sampled = [SampledToken(token_id, None) for scheduled in batch if scheduled.samples]
+    outputs = scheduler.update(batch, sampled)
+    scheduler.check_integrity()
+    return planned, outputs
+
+
+def plans(scheduler, num_steps):
+    return [step(scheduler)[0] for _ in range(num_steps)]
+
+
+def ids(sequences):
+    return [sequence.request_id for sequence in sequences]
+
+
+# -- the token budget --
+
+
+def test_a_long_prompt_is_computed_in_chunks_then_decoded():
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    add(scheduler, make_sequence(range(10)))
+    assert plans(scheduler, 5) == [[(0, 4)], [(0, 4)], [(0, 2)], [(0, 1)], [(0, 1)]]
+
+
+def test_only_the_chunk_that_reaches_the_last_token_yields_one():
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    add(scheduler, make_sequence(range(6)))
+    assert step(scheduler) == ([(0, 4)], [])
+    planned, [output] = step(scheduler)
+    assert planned == [(0, 2)]
+    assert (output.request_id, output.tokens) == (0, [SampledToken(CONTENT, None)])
+    assert output.finish_reason is None
+
+
+def test_prefill_fills_what_the_decodes_leave_of_the_budget():
+    scheduler = make_scheduler(max_num_batched_tokens=5)
+    add(scheduler, make_sequence(range(2), request_id=0), make_sequence(range(2), request_id=1))
+    assert plans(scheduler, 1) == [[(0, 2), (1, 2)]]
+    add(scheduler, make_sequence(range(9), request_id=2), make_sequence(range(9), request_id=3))
+    assert plans(scheduler, 5) == [
+        [(0, 1), (1, 1), (2, 3)],
+        [(0, 1), (1, 1), (2, 3)],
+        [(0, 1), (1, 1), (2, 3)],
+        [(0, 1), (1, 1), (2, 1), (3, 2)],
+        [(0, 1), (1, 1), (2, 1), (3, 2)],
+    ]
+
+
+def test_a_started_prompt_goes_before_a_waiting_one():
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    add(scheduler, make_sequence(range(6), request_id=0), make_sequence(range(6), request_id=1))
+    assert plans(scheduler, 3) == [[(0, 4)], [(0, 2), (1, 2)], [(0, 1), (1, 3)]]
+
+
+def test_decodes_stand_first_in_the_batch():
+    scheduler = make_scheduler()
+    add(
+        scheduler,
+        make_sequence(range(5), request_id=0),
+        make_sequence(range(1), request_id=1),
+        make_sequence(range(3), request_id=2),
+        make_sequence(range(1), request_id=3),
+    )
+    assert plans(scheduler, 1) == [[(1, 1), (3, 1), (0, 5), (2, 3)]]
+
+
+def test_each_token_goes_to_its_own_sequence():
+    scheduler = make_scheduler()
+    add(scheduler, make_sequence(range(5), request_id=0), make_sequence(range(1), request_id=1))
+    batch = scheduler.schedule()
+    outputs = scheduler.update(batch, [SampledToken(10, None), SampledToken(20, None)])
+    assert {o.request_id: o.tokens[0].token_id for o in outputs} == {1: 10, 0: 20}
+    assert [s.token_ids[-1] for s in scheduler.running] == [20, 10]
+
+
+def test_the_budget_must_let_every_running_sequence_move():
+    with pytest.raises(AssertionError):
+        make_scheduler(max_num_seqs=5, max_num_batched_tokens=4)
+
+
+# -- admission --
+
+
+def test_no_more_than_max_num_seqs_run():
+    scheduler = make_scheduler(max_num_seqs=2)
+    add(scheduler, *(make_sequence([1, 2], request_id=i) for i in range(3)))
+    assert plans(scheduler, 2) == [[(0, 2), (1, 2)], [(0, 1), (1, 1)]]
+    assert ids(scheduler.waiting) == [2]
+
+
+def test_a_finished_sequence_s_place_is_filled_in_the_next_step():
+    scheduler = make_scheduler(max_num_seqs=2)
+    add(
+        scheduler,
+        make_sequence([1, 2], max_tokens=1, request_id=0),
+        make_sequence([1, 2], request_id=1),
+        make_sequence([1, 2, 3], request_id=2),
+    )
+    assert plans(scheduler, 2) == [[(0, 2), (1, 2)], [(1, 1), (2, 3)]]
+
+
+def test_first_come_first_served():
+    scheduler = make_scheduler(max_num_seqs=1)
+    add(scheduler, *(make_sequence([1], max_tokens=1, request_id=i) for i in (5, 3, 9)))
+    assert plans(scheduler, 3) == [[(5, 1)], [(3, 1)], [(9, 1)]]
+
+
+def test_nobody_overtakes_a_head_of_the_queue_that_lacks_blocks():
+    scheduler = make_scheduler(num_blocks=4)
+    add(
+        scheduler,
+        make_sequence(range(5), max_tokens=2, request_id=0),  # 2 blocks
+        make_sequence(range(12), request_id=1),  # 3 blocks
+        make_sequence(range(1), request_id=2),  # would fit
+    )
+    assert plans(scheduler, 3) == [[(0, 5)], [(0, 1)], [(2, 1), (1, 12)]]
+
+
+def test_a_prompt_is_admitted_only_when_all_of_it_fits():
+    scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=8)
+    add(scheduler, make_sequence(range(5), request_id=0), make_sequence(range(12), request_id=1))
+    assert plans(scheduler, 2) == [[(0, 5)], [(0, 1)]]  # 2 blocks free, its chunk needs no more
+
+
+# -- preemption --
+
+
+def preempting(prefix_cache=False):
+    """The first sequence's ninth token needs a fifth block of four: it takes the second's."""
+    scheduler = make_scheduler(num_blocks=4, prefix_cache=prefix_cache)
+    first = make_sequence(range(8), max_tokens=4, request_id=0)
+    second = make_sequence(range(20, 28), max_tokens=4, request_id=1)
+    third = make_sequence([9], max_tokens=4, request_id=2)
+    add(scheduler, first, second)
+    assert plans(scheduler, 1) == [[(0, 8), (1, 8)]]
+    add(scheduler, third)
+    return scheduler, first, second
+
+
+def test_the_latest_running_sequence_is_the_victim():
+    scheduler, first, second = preempting()
+    assert plans(scheduler, 1) == [[(0, 1)]]
+    assert first.block_table == [0, 1, 2]
+    assert (second.block_table, second.num_computed_tokens) == ([], 0)
+    assert second.status is SequenceStatus.WAITING
+    assert (second.num_preemptions, scheduler.num_preemptions) == (1, 1)
+
+
+def test_the_victim_waits_at_the_head_and_nobody_is_admitted_in_that_step():
+    scheduler, _, _ = preempting()
+    assert plans(scheduler, 1) == [[(0, 1)]]  # though the third would fit
+    assert ids(scheduler.waiting) == [1, 2]
+
+
+def test_the_victim_is_computed_again_with_what_it_had_sampled():
+    scheduler, _, second = preempting()
+    assert plans(scheduler, 5) == [
+        [(0, 1)],
+        [(0, 1)],
+        [(0, 1)],
+        [(2, 1), (1, 9)],  # the first is done
+        [(1, 1), (2, 1)],
+    ]
+    assert second.token_ids == [*range(20, 28), CONTENT, CONTENT, CONTENT]
+
+
+def test_a_preempted_sequence_gets_each_token_once():
+    scheduler, _, _ = preempting()
+    tokens = {0: 1, 1: 1, 2: 0}
+    reasons = []
+    while scheduler.has_unfinished():
+        for output in step(scheduler)[1]:
+            tokens[output.request_id] += len(output.tokens)
+            reasons += [output.finish_reason] if output.finish_reason else []
+    assert tokens == {0: 4, 1: 4, 2: 4}
+    assert reasons == [FinishReason.LENGTH] * 3
+
+
+def test_a_preempted_sequence_hits_its_own_cached_prefix():
+    scheduler, first, second = preempting(prefix_cache=True)
+    assert plans(scheduler, 1) == [[(0, 1)]]
+    assert first.block_table == [0, 1, 3]  # the tail of the victim's two blocks
+    assert plans(scheduler, 3) == [[(0, 1)], [(0, 1)], [(2, 1), (1, 5)]]
+    assert second.block_table == [2, 3, 1]
+    assert second.num_computed_tokens == 9
+    assert second.num_cached_tokens == 0  # it found nothing of others when it came
+
+
+def test_the_last_sequence_preempts_itself():
+    scheduler = make_scheduler(num_blocks=4)
+    first, second = make_sequence(range(7), request_id=0), make_sequence(range(8), request_id=1)
+    add(scheduler, first, second)
+    assert plans(scheduler, 2) == [[(0, 7), (1, 8)], [(0, 1)]]
+    assert (ids(scheduler.running), ids(scheduler.waiting)) == ([0], [1])
+    assert (first.num_preemptions, second.num_preemptions) == (0, 1)
+
+
+def test_a_half_computed_prompt_is_preempted_for_a_decode():
+    scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=8)
+    first, second = make_sequence(range(7), request_id=0), make_sequence(range(8), request_id=1)
+    add(scheduler, first)
+    assert plans(scheduler, 1) == [[(0, 7)]]
+    add(scheduler, second)
+    assert plans(scheduler, 1) == [[(0, 1), (1, 7)]]
+    assert plans(scheduler, 1) == [[(0, 1)]]  # its ninth token
+    assert (second.num_computed_tokens, second.num_preemptions) == (0, 1)
+
+
+# -- prefix reuse --
+
+
+def test_a_known_prefix_is_not_computed_again():
+    scheduler = make_scheduler(prefix_cache=True)
+    add(scheduler, make_sequence(range(10), max_tokens=1, request_id=0))
+    step(scheduler)
+    add(scheduler, make_sequence(range(10), max_tokens=2, request_id=1))
+    planned, [output] = step(scheduler)
+    assert planned == [(1, 2)]
+    assert output.num_cached_tokens == 8
+
+
+def test_of_a_fully_cached_prompt_the_last_block_is_computed():
+    scheduler = make_scheduler(prefix_cache=True)
+    add(scheduler, make_sequence(range(8), max_tokens=1, request_id=0))
+    step(scheduler)
+    add(scheduler, make_sequence(range(8), request_id=1))
+    planned, [output] = step(scheduler)
+    assert planned == [(1, 4)]
+    assert (output.num_cached_tokens, len(output.tokens)) == (4, 1)
+
+
+def test_257_tokens_at_block_256():
+    scheduler = make_scheduler(block_size=256, max_num_batched_tokens=512, prefix_cache=True)
+    first = make_sequence(range(257), request_id=0)
+    add(scheduler, first)
+    assert plans(scheduler, 2) == [[(0, 257)], [(0, 1)]]
+    assert first.block_table == [0, 1]
+    second = make_sequence(range(257), request_id=1)
+    add(scheduler, second)
+    assert plans(scheduler, 1) == [[(0, 1), (1, 1)]]
+    assert second.block_table == [0, 2]
+
+
+def test_decoding_past_block_256_opens_a_block():
+    scheduler = make_scheduler(block_size=256, max_num_batched_tokens=512, prefix_cache=True)
+    sequence = make_sequence(range(255), request_id=0)
+    add(scheduler, sequence)
+    tables = []
+    for _ in range(4):
+        step(scheduler)
+        tables.append(list(sequence.block_table))
+    assert tables == [[0], [0], [0, 1], [0, 1]]
+
+
+# -- endings --
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasons"),
+    [
+        (dict(max_tokens=1), [FinishReason.LENGTH]),
+        (dict(max_tokens=3), [None, None, FinishReason.LENGTH]),
+        (dict(max_tokens=3, stop_token_ids=frozenset({CONTENT})), [FinishReason.STOP]),
+        (dict(max_tokens=1, stop_token_ids=frozenset({CONTENT})), [FinishReason.STOP]),
+        (dict(max_tokens=2, stop_token_ids=frozenset({1, 2})), [None, FinishReason.LENGTH]),
+    ],
+)
+def test_finish_reasons(fields, reasons):
+    scheduler = make_scheduler()
+    add(scheduler, make_sequence([1, 2], **fields))
+    seen = [step(scheduler)[1][0].finish_reason for _ in reasons]
+    assert seen == reasons
+    assert not scheduler.has_unfinished()
+    assert scheduler.block_manager.num_used_blocks == 0
+
+
+def test_a_finished_sequence_is_not_scheduled_again():
+    scheduler = make_scheduler()
+    add(scheduler, make_sequence([1], max_tokens=1))
+    assert plans(scheduler, 2) == [[(0, 1)], []]
+
+
+def test_a_waiting_sequence_can_be_ended():
+    scheduler = make_scheduler(max_num_seqs=1)
+    add(scheduler, *(make_sequence([1], request_id=i) for i in range(3)))
+    step(scheduler)
+    [output] = scheduler.end(1, FinishReason.CANCELLED)
+    assert (output.request_id, output.tokens, output.finish_reason) == (1, [], "cancelled")
+    assert output.scheduled_time == 0.0
+    scheduler.check_integrity()
+    assert ids(scheduler.waiting) == [2]
+
+
+def test_a_running_sequence_can_be_ended():
+    scheduler = make_scheduler()
+    add(scheduler, *(make_sequence(range(9), request_id=i) for i in range(2)))
+    step(scheduler)
+    [output] = scheduler.end(0, FinishReason.ERROR, "it broke")
+    assert (output.request_id, output.finish_reason, output.error) == (0, "error", "it broke")
+    scheduler.check_integrity()
+    assert scheduler.unfinished_ids() == [1]
+    assert plans(scheduler, 1) == [[(1, 2)]]
+
+
+def test_ending_twice_or_a_stranger_does_nothing():
+    scheduler = make_scheduler()
+    add(scheduler, make_sequence([1]))
+    assert len(scheduler.end(0, FinishReason.CANCELLED)) == 1
+    assert scheduler.end(0, FinishReason.CANCELLED) == []
+    assert scheduler.end(99, FinishReason.CANCELLED) == []
+
+
+def test_the_time_of_the_first_admission_is_kept_through_preemption():
+    scheduler, _, second = preempting()
+    admitted = second.scheduled_time
+    assert admitted > 0
+    plans(scheduler, 4)
+    assert second.num_preemptions == 1
+    assert second.status is SequenceStatus.RUNNING
+    assert second.scheduled_time == admitted

@@ -1,0 +1,228 @@
+"""The scheduler and the block manager under random traffic, with a model that reads its KV cache.
+
+The fake model's "KV" of a token is a hash of the KV before it, read through the block table, and
+of the token; the KV of the last token decides the next one. So a block that holds anything other
+than what it should changes the answer, and each answer is compared with the sequence alone.
+"""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from backend.block_manager import BlockManager
+from backend.scheduler import ScheduledSequence, Scheduler
+from backend.sequence import EngineOutput, EngineRequest, FinishReason, SampledToken, Sequence
+
+VOCAB_SIZE = 8
+SALTS = (b"", b"red", b"blue")
+
+
+def kv_of(before: int, token_id: int) -> int:
+    return hash((before, token_id))
+
+
+def next_token(kv: int) -> int:
+    return (kv >> 7) % VOCAB_SIZE
+
+
+def alone(request: EngineRequest) -> tuple[list[int], FinishReason]:
+    """What a request must get: its tokens and its finish reason, without any scheduler."""
+    kv = SALTS.index(request.cache_salt)
+    for token_id in request.prompt_token_ids:
+        kv = kv_of(kv, token_id)
+    tokens: list[int] = []
+    while len(tokens) < request.max_tokens:
+        tokens.append(next_token(kv))
+        if tokens[-1] in request.stop_token_ids:
+            return tokens, FinishReason.STOP
+        kv = kv_of(kv, tokens[-1])
+    return tokens, FinishReason.LENGTH
+
+
+class FakeModel:
+    """Computes a batch as the real one does: writes the KV of its new tokens, then reads."""
+
+    def __init__(self, manager: BlockManager) -> None:
+        self._manager = manager
+        self._kv: dict[int, list[int | None]] = {}  # block id -> its slots
+
+    def run(self, batch: list[ScheduledSequence]) -> list[SampledToken]:
+        for sequence, num_new in batch:
+            start = sequence.num_computed_tokens
+            for position in range(start, start + num_new):
+                self._write(sequence, position)
+        ends = [
+            (sequence, sequence.num_computed_tokens + num_new - 1) for sequence, num_new in batch
+        ]
+        return [
+            SampledToken(next_token(self._read(sequence, end)), None)
+            for sequence, end in ends
+            if end == sequence.num_tokens - 1
+        ]
+
+    def _write(self, sequence: Sequence, position: int) -> None:
+        block_id, slot = self._place(sequence, position)
+        assert self._manager.blocks[block_id].ref_count == 1, "written to a shared block"
+        before = self._read(sequence, position - 1)
+        slots = self._kv.setdefault(block_id, [None] * self._manager.block_size)
+        slots[slot] = kv_of(before, sequence.token_ids[position])
+
+    def _read(self, sequence: Sequence, position: int) -> int:
+        if position < 0:
+            return SALTS.index(sequence.request.cache_salt)  # so that reuse across salts shows
+        block_id, slot = self._place(sequence, position)
+        kv = self._kv[block_id][slot]
+        assert kv is not None, "read before it was written"
+        return kv
+
+    def _place(self, sequence: Sequence, position: int) -> tuple[int, int]:
+        index, slot = divmod(position, self._manager.block_size)
+        return sequence.block_table[index], slot
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4]),
+        num_tokens=st.sampled_from([12, 24, 64]),  # in all of the KV cache
+        max_num_seqs=st.integers(1, 5),
+        spare_budget=st.integers(0, 8),
+        prefix_cache=st.booleans(),
+    )
+    def start(self, block_size, num_tokens, max_num_seqs, spare_budget, prefix_cache):
+        self.manager = BlockManager(num_tokens // block_size, block_size, prefix_cache)
+        self.budget = max_num_seqs + spare_budget
+        self.scheduler = Scheduler(self.manager, max_num_seqs, self.budget)
+        self.model = FakeModel(self.manager)
+        self.num_tokens = num_tokens
+        self.requests: list[EngineRequest] = []
+        self.tokens: list[list[int]] = []  # of each request, by its id
+        self.reasons: list[list[FinishReason]] = []
+        self.admitted: list[int] = []  # ids, in the order of their first step
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        parent=st.none() | st.integers(0, 30),
+        max_tokens=st.integers(1, 10),
+        stop_token_ids=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=2),
+        salt=st.sampled_from(SALTS),
+    )
+    def add(self, prompt, parent, max_tokens, stop_token_ids, salt):
+        if parent is not None and self.requests:  # the next turn of a conversation
+            parent %= len(self.requests)
+            earlier = self.requests[parent]
+            prompt = [*earlier.prompt_token_ids, *self.tokens[parent], *prompt[:2]]
+            salt = earlier.cache_salt
+        request = EngineRequest(
+            len(self.requests),
+            prompt,
+            max_tokens,
+            stop_token_ids=frozenset(stop_token_ids),
+            cache_salt=salt,
+        )
+        if request.max_kv_tokens > self.num_tokens:
+            return  # refused by the engine
+        self.requests.append(request)
+        self.tokens.append([])
+        self.reasons.append([])
+        self.scheduler.add(Sequence(request))
+
+    @rule(times=st.integers(1, 4))
+    def step(self, times):
+        for _ in range(times):
+            self._step()
+
+    @precondition(lambda self: self.requests)
+    @rule(number=st.integers(0, 30))
+    def abort(self, number):
+        number %= len(self.requests)
+        ended_before = bool(self.reasons[number])
+        outputs = self.scheduler.end(number, FinishReason.CANCELLED)
+        assert bool(outputs) is not ended_before
+        self._take(outputs)
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule()
+    def fail_a_step(self):
+        """As the engine does it: the running sequences end, the waiting ones stay."""
+        self.scheduler.schedule()
+        for sequence in list(self.scheduler.running):
+            self._take(self.scheduler.end(sequence.request_id, FinishReason.ERROR, "failed"))
+
+    @invariant()
+    def bookkeeping_agrees(self):
+        self.scheduler.check_integrity()
+
+    @invariant()
+    def whoever_has_not_ended_is_there(self):
+        unfinished = [i for i, reasons in enumerate(self.reasons) if not reasons]
+        assert sorted(self.scheduler.unfinished_ids()) == unfinished
+
+    @invariant()
+    def first_come_first_served(self):
+        assert self.admitted == sorted(self.admitted)
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        # In every step the first running sequence gets on by a token, and it is never preempted.
+        bound = sum(self.requests[i].max_kv_tokens for i in self.scheduler.unfinished_ids())
+        for _ in range(bound):
+            self._step()
+            self.scheduler.check_integrity()
+        assert not self.scheduler.has_unfinished()
+        assert self.manager.num_used_blocks == 0
+        assert all(len(reasons) == 1 for reasons in self.reasons)
+
+    def _step(self) -> None:
+        running = list(self.scheduler.running)
+        batch = self.scheduler.schedule()
+        self._check_batch(batch, running)
+        sampled = self.model.run(batch)
+        self._take(self.scheduler.update(batch, sampled))
+
+    def _check_batch(self, batch: list[ScheduledSequence], running: list[Sequence]) -> None:
+        scheduled = [sequence for sequence, _ in batch]
+        assert len(set(map(id, scheduled))) == len(scheduled)
+        assert set(map(id, scheduled)) == set(map(id, self.scheduler.running))
+        new_tokens = [num_new for _, num_new in batch]
+        assert sum(new_tokens) <= self.budget
+        assert all(num_new >= 1 for num_new in new_tokens)
+        assert [n > 1 for n in new_tokens] == sorted(n > 1 for n in new_tokens)
+        preempted = [s for s in running if s not in scheduled]
+        assert preempted == list(self.scheduler.waiting)[: len(preempted)], "order of the queue"
+        assert preempted == running[len(running) - len(preempted) :], "the latest are victims"
+        assert not running[:1] or running[0] in scheduled
+        running_ids = [s.request_id for s in self.scheduler.running]
+        self.admitted += [i for i in running_ids if i not in self.admitted]
+
+    def _take(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            number = output.request_id
+            assert not self.reasons[number], "an output after the last one"
+            self.tokens[number] += [token.token_id for token in output.tokens]
+            expected, reason = alone(self.requests[number])
+            assert self.tokens[number] == expected[: len(self.tokens[number])]
+            if output.finish_reason:
+                self.reasons[number].append(output.finish_reason)
+            if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                assert (self.tokens[number], output.finish_reason) == (expected, reason)
+
+
+def test_scheduler_machine():
+    run_state_machine_as_test(
+        SchedulerMachine,
+        settings=settings(
+            max_examples=250,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            database=None,
+        ),
+    )
