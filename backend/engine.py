@@ -111,6 +111,7 @@ class Engine:
 
         Raises:
             InvalidArgument: it could not fit in the KV cache even alone.
+            Unavailable: the engine is stopping.
         """
         if request.max_kv_tokens > self.max_kv_tokens:
             raise InvalidArgument(
@@ -120,6 +121,8 @@ class Engine:
                 f"{self.max_kv_tokens}"
             )
         with self._wake:
+            if self._stopping:
+                raise Unavailable("the model is shutting down")
             self._inbox.append(request)
             self._wake.notify()
 

@@ -6,6 +6,7 @@ so that nothing is sent or asked after the final response. While it is behind, w
 ready is merged into one response.
 """
 
+import contextlib
 import logging
 import queue
 import random
@@ -226,6 +227,8 @@ class Front:
             logger.exception("request %d: its response failed", request_id)
             self._live.pop(request_id, None)
             self._engine.abort(request_id)
+            with contextlib.suppress(Exception):  # the client may be what failed
+                live.responder.fail(RequestError("internal error: the response failed"))
 
     def _respond(self, request_id: int, live: _Live, outputs: list[EngineOutput]) -> None:
         for output in outputs:

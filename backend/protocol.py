@@ -216,21 +216,26 @@ def _label(name: str, inputs: Mapping[str, np.ndarray], settings: dict[str, Any]
     return value
 
 
-def _json_object(name: str, text: str) -> dict[str, Any]:
+def _json(name: str, text: str, what: str) -> Any:
     try:
         value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # escapes can make lone surrogates
+        return value
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{name}: has a lone surrogate, which is not a character") from None
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{name}: not valid JSON: {error}; it is a JSON object") from None
+        raise InvalidArgument(f"{name}: not valid JSON: {error}; it is {what}") from None
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    value = _json(name, text, "a JSON object")
     if not isinstance(value, dict):
         raise InvalidArgument(f"{name}: {text!r:.100} is not allowed; it is a JSON object")
     return value
 
 
 def _messages(text: str) -> list[dict[str, Any]]:
-    try:
-        messages = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"messages: not valid JSON: {error}; it is a JSON list") from None
+    messages = _json("messages", text, "a JSON list")
     if not isinstance(messages, list) or not messages:
         raise InvalidArgument(
             f"messages: {text!r:.100} is not allowed; it is a JSON list with at least one message"

@@ -103,13 +103,13 @@ class SamplingParams(BaseModel):
 def _number(value: Any) -> Any:
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return value
 
 
 def _explain(error: ValidationError) -> str:
     details = error.errors()[0]
-    name = str(details["loc"][0])
+    name = "".join(map(str, details["loc"][:1]))
     if details["type"] == "extra_forbidden":
         known = ", ".join(sorted(SamplingParams.model_fields))
         return f"unknown sampling parameter '{name}'; known are: {known}"

@@ -67,7 +67,6 @@ class Scheduler:
         """
         batch: list[ScheduledSequence] = []
         budget = self.max_num_batched_tokens
-        num_preemptions = self.num_preemptions
 
         # Whoever lacks a block takes it from the latest one running, in the end from itself.
         while len(batch) < len(self.running) and budget:
@@ -81,8 +80,7 @@ class Scheduler:
                 batch.append(ScheduledSequence(sequence, num_new))
                 budget -= num_new
 
-        if num_preemptions == self.num_preemptions:
-            self._admit(batch, budget)
+        self._admit(batch, budget)  # where some were preempted, the first of them can't fit yet
         batch.sort(key=lambda scheduled: scheduled.num_new_tokens > 1)  # decodes first
         return batch
 
@@ -119,7 +117,7 @@ class Scheduler:
         return list(self._sequences)
 
     def check_integrity(self) -> None:
-        """Assert that queues, states and blocks agree; called by tests after every operation."""
+        """Assert that queues, states and blocks agree; true between steps."""
         assert len(self.running) <= self.max_num_seqs
         assert all(s.status is SequenceStatus.RUNNING for s in self.running)
         assert all(s.status is SequenceStatus.WAITING for s in self.waiting)

@@ -43,9 +43,9 @@ class Tokenizer:
             text = self._hf.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
+            return self._fast.encode(text, add_special_tokens=False).ids
         except Exception as error:  # templates raise what they like
             raise InvalidArgument(f"messages: the chat template refuses them: {error}") from None
-        return self._fast.encode(text, add_special_tokens=False).ids
 
     def decode_token(self, token_id: int) -> str:
         """The text of one token by itself, special tokens included."""
@@ -64,9 +64,10 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._stream = DecodeStream(
-            ids=prompt_token_ids[-_PROMPT_TAIL:], skip_special_tokens=skip_special_tokens
-        )
+        tail = prompt_token_ids[-_PROMPT_TAIL:]
+        if tokenizer.decode(tail).endswith("\ufffd"):  # never complete: it would come again
+            tail = []
+        self._stream = DecodeStream(ids=tail, skip_special_tokens=skip_special_tokens)
 
     def add(self, token_id: int) -> str:
         """The text that this token completes, often its own, sometimes none."""

@@ -2,7 +2,7 @@
 
 import os
 
-# Triton-lang decides when it is first imported, which much else does, whether it interprets kernels.
+# Triton-lang, which much else imports, decides at its first import whether it interprets kernels.
 # Not for the processes that tests start.
 os.environ["TRITON_INTERPRET"] = "1"
 import triton  # noqa: F401

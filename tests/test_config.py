@@ -112,7 +112,7 @@ def test_names_in_capitals_are_the_server_s():
 
 
 def test_a_model_is_needed():
-    with pytest.raises(ConfigError, match="parameter 'model' is missing .*GGUF"):
+    with pytest.raises(ConfigError, match=r"parameter 'model' is missing .*GGUF"):
         EngineConfig.from_parameters({})
 
 

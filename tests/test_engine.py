@@ -179,7 +179,7 @@ def test_abort_before_the_first_step():
     engine, collector = make_engine()
     submit(engine)
     engine.abort(0)
-    engine.step()
+    assert [output.finish_reason for output in engine.step()] == [CANCELLED]
     assert collector.reasons == {0: [CANCELLED]}
     assert engine.stats().num_steps == 0
     assert_idle(engine)
@@ -306,7 +306,7 @@ def test_a_request_that_is_submitted_after_stop_is_answered():
 
 
 def test_200_threads_submit_and_abort(start):
-    """Every second request is aborted, sooner or later; the pool is small, so some are preempted."""
+    """Every second one is aborted, sooner or later; the pool is small, so some are preempted."""
     runner = CountingRunner(num_blocks=12)
     engine, collector = start(runner, max_num_seqs=8, prefix_cache="on", max_queue_size=500)
     barrier = threading.Barrier(200)

@@ -308,7 +308,7 @@ def test_request_class():
 
 @pytest.mark.parametrize("name", ["business_line", "cache_salt"])
 def test_a_label_with_a_lone_surrogate_is_refused(name):
-    assert refusal('{"%s": "\\ud800"}' % name).startswith(f"{name}: ")
+    assert "surrogate" in refusal({name: "\ud800"})
 
 
 @pytest.mark.parametrize(

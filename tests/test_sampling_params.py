@@ -211,5 +211,5 @@ def test_a_penalty_too_large_for_a_float_is_refused():
 
 def test_an_unknown_parameter_with_a_lone_surrogate_is_refused():
     message = refusal(**{"\ud800": 1})
-    assert "unknown sampling parameter" in message
+    assert "sampling parameter" in message
     message.encode()  # it goes out as UTF-8

@@ -1,21 +1,19 @@
 """A real Triton Server for tests: model folders made from the project's own, and plain requests."""
 
 import json
-import queue
 import socket
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
-import tritonclient.grpc as grpcclient
 from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
-from tritonclient.utils import InferenceServerException
+from tritonclient.grpc import InferResult, model_config_pb2, service_pb2, service_pb2_grpc
 
 from backend.serve import ROOT
 
@@ -83,7 +81,8 @@ class Response:
 
     tensors: dict[str, np.ndarray]
     final: bool
-    error: InferenceServerException | None = None
+    code: str = ""  # of an error: a gRPC status, where Triton Server gave one
+    error: str = ""
 
     @property
     def text(self) -> str:
@@ -94,96 +93,94 @@ class Response:
         return self.tensors[name].item().decode()
 
 
-@dataclass
 class Stream:
-    """A gRPC stream with one request on it."""
+    """A gRPC stream with one request on it.
 
-    client: grpcclient.InferenceServerClient
-    responses: queue.Queue = field(default_factory=queue.Queue)
+    Made of tritonclient's stub and not of its `start_stream`: with errors that carry a code
+    (`triton_grpc_error`), Triton Server 2.51 crashes at times when a stream that it has ended is
+    still open at the client's side. Here that side is closed behind the request.
+    """
+
+    def __init__(self, url: str, request: service_pb2.ModelInferRequest) -> None:
+        self._channel = grpc.insecure_channel(url)
+        self._call = service_pb2_grpc.GRPCInferenceServiceStub(self._channel).ModelStreamInfer(
+            iter([request]), metadata=[("triton_grpc_error", "true")], timeout=120
+        )
 
     def cancel(self) -> None:
-        self.client.stop_stream(cancel_requests=True)
+        self._call.cancel()
 
-    def next(self, timeout: float = 120) -> Response:
-        result, error = self.responses.get(timeout=timeout)
-        if error is not None:
-            return Response({}, True, error)
-        header = result.get_response()
-        final = header.parameters["triton_final_response"].bool_param
-        tensors = {output.name: result.as_numpy(output.name) for output in header.outputs}
-        return Response(tensors, final)
+    def next(self) -> Response:
+        try:
+            message = next(self._call)
+        except grpc.RpcError:
+            return Response({}, True, self._call.code().name, self._call.details())
+        if message.error_message:
+            return Response({}, True, "", message.error_message)
+        result = InferResult(message.infer_response)
+        final = message.infer_response.parameters["triton_final_response"].bool_param
+        names = [output.name for output in message.infer_response.outputs]
+        return Response({name: result.as_numpy(name) for name in names}, final)
 
     def __iter__(self) -> Iterator[Response]:
-        """Responses up to the final one."""
-        while True:
+        """All responses; nothing may come after the final one."""
+        ended = False
+        while not ended:
             response = self.next()
             yield response
-            if response.final:
-                return
+            ended = response.final
+        assert next(self._call, None) is None if not response.code else True
 
     def __enter__(self) -> "Stream":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.client.stop_stream(cancel_requests=True)
-        self.client.close()
-
-
-def tensor(name: str, value: Any) -> grpcclient.InferInput:
-    """An input tensor from a bool, text, bytes or a list of texts."""
-    if isinstance(value, bool):
-        array, kind = np.array([value]), "BOOL"
-    else:
-        values = value if isinstance(value, list) else [value]
-        encoded = [v.encode() if isinstance(v, str) else v for v in values]
-        array, kind = np.array(encoded, dtype=np.object_), "BYTES"
-    result = grpcclient.InferInput(name, array.shape, kind)
-    result.set_data_from_numpy(array)
-    return result
+        self._call.cancel()
+        self._channel.close()
 
 
 def send(
     server: Server,
-    text: str | bytes | None,
+    text: str | bytes | list[str] | None,
     *,
     model: str | None = None,
     sampling: dict[str, Any] | str | None = None,
-    parameters: dict[str, Any] | None = None,
     **tensors: Any,
 ) -> Stream:
-    """Send one request on a gRPC stream of its own."""
+    """Send one request on a gRPC stream of its own; tensors are bools, texts or lists of texts."""
     if text is not None:
         tensors["text_input"] = text
     if sampling is not None:
         tensors["sampling_parameters"] = (
             sampling if isinstance(sampling, str) else json.dumps(sampling)
         )
-    stream = Stream(grpcclient.InferenceServerClient(server.grpc_url))
-    stream.client.start_stream(
-        lambda result, error: stream.responses.put((result, error)),
-        headers={"triton_grpc_error": "true"},  # errors with their codes
-    )
-    stream.client.async_stream_infer(
-        model or server.model,
-        [tensor(name, value) for name, value in tensors.items()],
-        parameters=parameters,
-        enable_empty_final_response=True,
-    )
-    return stream
+    request = service_pb2.ModelInferRequest(model_name=model or server.model)
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    for name, value in tensors.items():
+        if isinstance(value, bool):
+            tensor = request.inputs.add(name=name, shape=[1], datatype="BOOL")
+            tensor.contents.bool_contents.append(value)
+        else:
+            values = value if isinstance(value, list) else [value]
+            tensor = request.inputs.add(name=name, shape=[len(values)], datatype="BYTES")
+            for element in values:
+                encoded = element.encode() if isinstance(element, str) else element
+                tensor.contents.bytes_contents.append(encoded)
+    return Stream(server.grpc_url, request)
 
 
-def collect(server: Server, text: str | bytes | None, **options: Any) -> list[Response]:
+def collect(server: Server, text: str | bytes | list[str] | None, **options: Any) -> list[Response]:
     """All responses of one request."""
     with send(server, text, **options) as stream:
         return list(stream)
 
 
-def complete(server: Server, text: str, **options: Any) -> str:
+def complete(server: Server, text: str | None, **options: Any) -> str:
     """The whole answer, greedy unless told otherwise."""
     options.setdefault("sampling", {"temperature": 0, "max_tokens": 16})
     options.setdefault("exclude_input_in_output", True)
     responses = collect(server, text, **options)
-    assert responses[-1].error is None, responses[-1].error
+    assert not responses[-1].error, responses[-1]
     return "".join(response.text for response in responses)
 
 
