@@ -2,9 +2,20 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+_SHORT = 128  # tokens: padding to so many costs less than another group
+
+
+class DecodeGroup(NamedTuple):
+    """Sequences with one query token each, padded to the longest of them."""
+
+    rows: Tensor | slice  # which sequences: [num_rows] int64, or the first ones
+    block_ids: Tensor  # [num_rows * num_blocks] int64
+    bias: Tensor  # [num_rows, 1, 1, num_blocks * block_size] float32: 0, or -inf past the end
 
 
 @dataclass(frozen=True)
@@ -33,18 +44,32 @@ class AttentionMetadata:
     # -- derived once for all layers, used by the CPU twin only --
 
     @cached_property
-    def decode_block_ids(self) -> Tensor:
-        """[num_decodes * num_blocks of the longest decoding sequence] int64."""
-        longest = int(self.seq_lens[: self.num_decodes].max())
-        num_blocks = -(-longest // self.block_size)
-        return self.block_tables[: self.num_decodes, :num_blocks].flatten().long()
+    def decode_groups(self) -> list[DecodeGroup]:
+        """The decoding sequences, those of like lengths together.
 
-    @cached_property
-    def decode_bias(self) -> Tensor:
-        """[num_decodes, 1, 1, positions in decode_block_ids] float32: 0, or -inf past seq_len."""
-        width = self.decode_block_ids.shape[0] // self.num_decodes * self.block_size
-        past_end = torch.arange(width) >= self.seq_lens[: self.num_decodes, None]
-        return torch.zeros(past_end.shape).masked_fill_(past_end, float("-inf"))[:, None, None]
+        A group is padded to its longest sequence; none has more than half of its keys padded,
+        apart from short ones.
+        """
+        seq_lens = self.seq_lens[: self.num_decodes]
+        ascending, order = seq_lens.sort()
+        groups = []
+        end = self.num_decodes
+        while end:
+            longest = int(ascending[end - 1])
+            too_short = longest // 2 if longest > _SHORT else 0
+            start = int(torch.searchsorted(ascending, too_short))
+            # All in one group stay where they are: a slice is taken without a copy.
+            whole = start == 0 and end == self.num_decodes
+            groups.append(self._decode_group(slice(0, end) if whole else order[start:end], longest))
+            end = start
+        return groups
+
+    def _decode_group(self, rows: Tensor | slice, longest: int) -> DecodeGroup:
+        num_blocks = -(-longest // self.block_size)
+        past_end = torch.arange(num_blocks * self.block_size) >= self.seq_lens[rows][:, None]
+        bias = torch.zeros(past_end.shape).masked_fill_(past_end, float("-inf"))
+        block_ids = self.block_tables[rows, :num_blocks].flatten().long()
+        return DecodeGroup(rows, block_ids, bias[:, None, None])
 
     @cached_property
     def prefills(self) -> list[tuple[int, int, int, Tensor]]:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.metadata import AttentionMetadata
+from kernels.metadata import AttentionMetadata, DecodeGroup
 
 
 def pack_linear(weight: Tensor) -> Tensor:
@@ -72,11 +72,10 @@ def attention(
     scale: float,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """See `kernels.attention`. Decoding sequences as one batch, then each prefill by itself."""
+    """See `kernels.attention`. Decoding sequences in groups, then each prefill by itself."""
     out = torch.empty_like(q)
-    num_decodes = metadata.num_decodes
-    if num_decodes:
-        out[:num_decodes] = _decode(q[:num_decodes], kv_cache, metadata, scale, sliding_window)
+    for group in metadata.decode_groups:
+        out[group.rows] = _decode(q[group.rows], kv_cache, group, scale, sliding_window)
     num_kv_heads, head_dim = kv_cache.shape[-2:]
     for start, query_len, seq_len, block_ids in metadata.prefills:
         k, v = (
@@ -96,30 +95,30 @@ def attention(
 
 
 def _decode(
-    q: Tensor,  # [num_decodes, num_heads, head_dim]
+    q: Tensor,  # [num_rows, num_heads, head_dim]
     kv_cache: Tensor,
-    metadata: AttentionMetadata,
+    group: DecodeGroup,
     scale: float,
     sliding_window: int | None,
 ) -> Tensor:
-    """One query token a sequence, all sequences at once, padded to the longest of them.
+    """One query token a sequence. [num_rows, num_heads, head_dim]
 
     The query heads that share a KV head stand as the rows of one attention problem.
     """
-    num_seqs, num_heads, head_dim = q.shape
+    num_rows, num_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[-2]
     k, v = (
-        c.index_select(0, metadata.decode_block_ids)
-        .view(num_seqs, -1, num_kv_heads, head_dim)
+        c.index_select(0, group.block_ids)
+        .view(num_rows, -1, num_kv_heads, head_dim)
         .transpose(1, 2)
         for c in kv_cache
-    )  # [num_seqs, num_kv_heads, width, head_dim]
-    bias = metadata.decode_bias
+    )  # [num_rows, num_kv_heads, width, head_dim]
+    bias = group.bias
     if sliding_window:
-        first = metadata.seq_lens[:num_seqs, None] - sliding_window
-        before = torch.arange(bias.shape[-1], device=q.device) < first
-        bias = bias.masked_fill(before[:, None, None], float("-inf"))
-    grouped = q.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        positions = torch.arange(bias.shape[-1], device=q.device)
+        seq_lens = (bias == 0).sum(dim=-1, keepdim=True)  # [num_rows, 1, 1, 1]
+        bias = bias.masked_fill(positions < seq_lens - sliding_window, float("-inf"))
+    grouped = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     return F.scaled_dot_product_attention(grouped, k, v, bias, scale=scale).reshape(q.shape)
 
 
