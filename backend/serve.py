@@ -6,6 +6,7 @@ of the very Python that runs this.
 """
 
 import argparse
+import ctypes
 import importlib.util
 import os
 import shutil
@@ -67,6 +68,7 @@ class TritonServer:
             start_new_session=True,
             stdout=self.log,
             stderr=subprocess.STDOUT if self.log else None,
+            preexec_fn=_end_with_parent,
         )
 
     def wait_until_ready(self, timeout: float) -> None:
@@ -118,6 +120,12 @@ class TritonServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _end_with_parent() -> None:
+    """In the child: be told to stop when this process ends, however it ends."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _command_and_environment() -> tuple[list[str], dict[str, str]]:

@@ -34,6 +34,7 @@ class TritonPythonModel:
                 f"config.pbtxt: max_batch_size can't be {max_batch_size}. It must be 0: "
                 "the engine makes its own batches"
             )
+        EngineConfig.from_parameters(config.as_dict()["parameters"])  # errors come early
         for spec in INPUTS:
             config.add_input({**spec._asdict(), "optional": True})
         for spec in OUTPUTS:

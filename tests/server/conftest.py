@@ -59,8 +59,7 @@ def server_goes_on(server):
     """After each test both models must be idle, hold no block, and answer."""
     yield
     for model in ("smollm2", "cramped"):
-        until(lambda model=model: server.metric("kv_blocks_used", model) == 0)
-        assert server.metric("requests_running", model) == 0
-        assert server.metric("requests_waiting", model) == 0
+        for gauge in ("kv_blocks_used", "requests_running", "requests_waiting"):
+            until(lambda gauge=gauge, model=model: server.metric(gauge, model) == 0)
         one_token = {"temperature": 0, "max_tokens": 1}
         assert complete(server, "The capital of France is", model=model, sampling=one_token)

@@ -102,7 +102,7 @@ def test_prompts_around_max_model_len(server, tokenizer, over):
             server,
             text,
             exclude_input_in_output=True,
-            sampling={"max_tokens": 100},
+            sampling={"max_tokens": 100, "ignore_eos": True},
             return_finish_reason=True,
             return_num_output_tokens=True,
         )
