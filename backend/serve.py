@@ -68,7 +68,7 @@ class TritonServer:
             start_new_session=True,
             stdout=self.log,
             stderr=subprocess.STDOUT if self.log else None,
-            preexec_fn=_end_with_parent,
+            preexec_fn=_end_with_parent,  # noqa: PLW1509 -- calls nothing that takes a lock
         )
 
     def wait_until_ready(self, timeout: float) -> None:

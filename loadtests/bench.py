@@ -4,7 +4,7 @@
     (b) server   the same engine behind Triton Server, streamed over gRPC by this process
     (c) static   the same engine held to static batching, as transformers' `generate` does it: a
                  batch starts full, and every row is computed until the longest one ends
-    (d) hf       transformers' `generate`, one request at a time
+    (d) hf       transformers' `generate`, one request at a time, in the same dtype
 
 Workload: 64 requests, prompts of 32-256 and answers of 16-192 tokens, both uniform, seeded,
 lengths forced. A closed loop: `concurrency` requests are in flight, the next one starts when one
@@ -245,7 +245,7 @@ def read_config() -> EngineConfig:
     )
 
 
-def measure(num_hf_requests: int, log: Path) -> Iterator[tuple[str, Result]]:
+def measure(num_single_requests: int, log: Path) -> Iterator[tuple[str, Result]]:
     config = read_config()
     path = resolve(config.model)
     prompts = Prompts(Tokenizer(path))
@@ -258,16 +258,18 @@ def measure(num_hf_requests: int, log: Path) -> Iterator[tuple[str, Result]]:
     ):
         served(server, uniform[:2], 2)  # warm
         for concurrency in CONCURRENCY:
-            yield "uniform", alone.continuous(uniform, concurrency)
-            yield "uniform", served(server, uniform, concurrency)
+            # One at a time, a request is like the other: some of them tell the speed.
+            requests = uniform[:num_single_requests] if concurrency == 1 else uniform
+            yield "uniform", alone.continuous(requests, concurrency)
+            yield "uniform", served(server, requests, concurrency)
             if concurrency > 1:
-                yield "uniform", alone.static(uniform, concurrency)
+                yield "uniform", alone.static(requests, concurrency)
     long_tailed = long_tailed_workload(prompts)
     yield "long-tailed", alone.continuous(long_tailed, STATIC_BATCH)
     yield "long-tailed", alone.continuous(long_tailed, len(long_tailed))
     yield "long-tailed", alone.static(long_tailed, STATIC_BATCH)
     dtype = runner.model.dtype
-    yield "uniform", transformers_one_by_one(path, dtype, uniform[:num_hf_requests])
+    yield "uniform", transformers_one_by_one(path, dtype, uniform[:num_single_requests])
 
 
 def table(results: list[tuple[str, Result]]) -> Table:
@@ -313,13 +315,15 @@ def _percentile(values: list[float], percent: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m loadtests.bench", description=__doc__)
-    parser.add_argument("--hf-requests", type=int, default=16, help="how many of the 64 for (d)")
+    parser.add_argument(
+        "--single-requests", type=int, default=8, help="how many of the 64 at concurrency 1"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "results/bench.json")
     options = parser.parse_args()
     options.output.parent.mkdir(exist_ok=True)
     console = Console()
     results = []
-    for workload, result in measure(options.hf_requests, options.output.with_suffix(".log")):
+    for workload, result in measure(options.single_requests, options.output.with_suffix(".log")):
         results.append((workload, result))
         console.print(
             f"{workload} {result.way} {result.concurrency}: {result.tokens_per_second:.1f} tokens/s"
