@@ -12,10 +12,10 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -219,7 +219,9 @@ class Front:
                 next_poll = time.monotonic() + _POLL_SECONDS
         self._poll()
 
-    def _guarded(self, function, request_id: int, live: _Live, *args) -> None:
+    def _guarded(
+        self, function: Callable[..., None], request_id: int, live: _Live, *args: Any
+    ) -> None:
         """Whatever fails for one request must not end the thread that serves all."""
         try:
             function(request_id, live, *args)

@@ -7,6 +7,7 @@ Everything that needs the backend's own types is here (and in metrics.py); the w
 import json
 import logging
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,11 @@ class TritonPythonModel:
         _log_to_server()
         model_config = json.loads(args["model_config"])
         config = EngineConfig.from_parameters(model_config["parameters"])
-        runner = ModelRunner(config, int(args["model_instance_device_id"]))
+        # On a thread that ends: OpenMP keeps worker threads for each thread that used it, and with
+        # those of two it takes the cores for overcommitted and waits for itself much slower.
+        with ThreadPoolExecutor(1) as pool:
+            device_id = int(args["model_instance_device_id"])
+            runner = pool.submit(ModelRunner, config, device_id).result()
         model = runner.model.config
         self._front = Front(
             config,

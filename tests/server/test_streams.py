@@ -3,7 +3,6 @@
 import json
 import random
 import threading
-import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -96,9 +95,7 @@ def test_cancelling_ends_generation_within_a_second(server):
     until(lambda: server.metric("requests_running") == 4)
     for stream in streams:
         stream.cancel()
-    cancelled = time.monotonic()
-    until(lambda: server.metric("kv_blocks_used") == 0)
-    assert time.monotonic() - cancelled < 5  # 1 s where the machine is not busy
+    until(lambda: server.metric("kv_blocks_used") == 0, timeout=5)  # 1 s on a quiet machine
     until(lambda: server.metric("requests_total", outcome="cancelled") == before + 4)
     log = server.log.read_text()
     assert "[vllm] Cancelling the request" in log
@@ -185,6 +182,10 @@ def test_max_output_tokens_caps_the_answer(server):
 
 
 def test_200_short_requests_at_once(server):
+    sampling = {"temperature": 0, "max_tokens": 4}
     with ThreadPoolExecutor(200) as pool:
-        texts = list(pool.map(lambda i: complete(server, "The capital of France is"), range(200)))
-    assert set(texts) == {texts[0]}
+        answers = [
+            pool.submit(complete, server, "The capital of France is", sampling=sampling)
+            for _ in range(200)
+        ]
+        assert len({answer.result() for answer in answers}) == 1
