@@ -17,7 +17,9 @@ FORCED = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def texts(tokenizer, prompt_token_ids, greedy_token_ids):
     """(prompt, what transformers answers) as text."""
-    prompts = [*PROMPTS[:-1], tokenizer.decode(prompt_token_ids[-1])]
+    detokenizer = tokenizer.detokenizer([], skip_special_tokens=False)
+    prompts = [*PROMPTS[:-1], "".join(map(detokenizer.add, prompt_token_ids[-1]))]
+    assert [tokenizer.encode(prompt) for prompt in prompts] == prompt_token_ids
     answers = []
     for token_ids, answer in zip(prompt_token_ids, greedy_token_ids, strict=True):
         detokenizer = tokenizer.detokenizer(token_ids, skip_special_tokens=True)
