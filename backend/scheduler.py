@@ -155,6 +155,7 @@ class Scheduler:
         victim = self.running.pop()
         self.block_manager.free(victim)
         victim.status = SequenceStatus.WAITING
+        victim.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(victim)
         return victim

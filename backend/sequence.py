@@ -86,6 +86,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     scheduled_time: float = 0.0  # set by the scheduler at the first admission
+    num_preemptions: int = 0  # set by the scheduler
     num_cached_tokens: int = 0  # set by the scheduler at the first admission
 
     # -- owned by the block manager --
