@@ -212,7 +212,8 @@ def main() -> int:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, interrupt)
     server = TritonServer(**vars(options))
     try:
         server.start()
