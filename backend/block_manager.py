@@ -5,12 +5,11 @@ count, so that equal prefixes share them. A freed block keeps its content, and s
 it is taken again: least recently used first, the tail of a prefix before its head.
 """
 
+import hashlib
 import secrets
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
-
-import xxhash
 
 from backend.sequence import Sequence
 
@@ -113,14 +112,14 @@ class BlockManager:
             sequence.block_table.append(block_id)
         return True
 
-    def cache_full_blocks(self, sequence: Sequence) -> None:
-        """Publish the blocks that the last forward pass has filled.
+    def cache_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """Publish the blocks of the first so many tokens, which forward passes have filled.
 
         Where equal content is known already, the older block stays the one that is found.
         """
         if not self.prefix_cache:
             return
-        num_full = sequence.num_computed_tokens // self.block_size
+        num_full = num_computed_tokens // self.block_size
         for i in range(sequence.num_published_blocks, num_full):
             digest = self._block_hash(sequence, i)
             if digest not in self._published:
@@ -172,5 +171,9 @@ class BlockManager:
         while len(hashes) <= index:
             parent = hashes[-1] if hashes else self._root + sequence.request.cache_salt
             tokens = array("q", self._block_tokens(sequence, len(hashes)))
-            hashes.append(xxhash.xxh3_128_digest(parent + tokens.tobytes()))
+            hashes.append(_digest(parent + tokens.tobytes()))
         return hashes[index]
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()

@@ -1,12 +1,18 @@
 """The engine's configuration: the `parameters` of a model's config.pbtxt, typed and checked."""
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from backend.repetition import RepetitionDetection
+
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+_Name = Annotated[str, Field(min_length=1)]
 
 
 class ConfigError(ValueError):
@@ -19,6 +25,15 @@ def _parse_bytes(value: Any) -> Any:
     if not match:
         raise ValueError("should be a number of bytes such as 1073741824, 512MiB or 2GB")
     return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+def _parse_json(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"should be JSON: {error}") from None
+    return value
 
 
 class EngineConfig(BaseModel):
@@ -58,8 +73,33 @@ class EngineConfig(BaseModel):
     kv_cache_memory: Annotated[int, BeforeValidator(_parse_bytes)] | None = Field(
         None, description="bytes of the KV cache, as 1073741824, 512MiB or 2GB"
     )
-    kv_cache_memory_fraction: float = Field(
-        0.5, gt=0, lt=1, description="where kv_cache_memory is not set: share of the free memory"
+    kv_cache_memory_fraction: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="where kv_cache_memory is not set: share of what is free beside weights and "
+        "the largest step; default: 0.9 on a GPU, 0.5 on CPU",
+    )
+    kv_cache_dtype: Literal["auto", "fp8", "int8"] = Field(
+        "auto", description="auto: the model's; fp8 (e4m3, GPUs from Ada on) and int8 take half"
+    )
+    cuda_graphs: bool = Field(
+        True, description="whether steps that only decode replay CUDA graphs on a GPU"
+    )
+    repetition_detection: Annotated[RepetitionDetection | None, BeforeValidator(_parse_json)] = (
+        Field(
+            None,
+            description="loop guard of requests that name none (nor ignore_eos), as JSON: an "
+            "answer ends when a pattern of up to max_pattern_size tokens comes min_count times",
+        )
+    )
+    trim_blanks: bool = Field(
+        False, description="whether blanks at the end of an answer are left out"
+    )
+    lora_modules: Annotated[dict[_Name, _Name], BeforeValidator(_parse_json)] = Field(
+        {},
+        description="LoRA adapters that requests may name (lora_name), as JSON: "
+        '{"<name>": "<directory with PEFT\'s adapter_config.json and adapter_model.safetensors>"}',
     )
     prefix_cache: Literal["on", "off"] = Field("off", description="reuse of computed prefixes")
     drain_seconds: float = Field(

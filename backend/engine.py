@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from backend.block_manager import BlockManager
 from backend.config import EngineConfig
@@ -25,8 +25,18 @@ class Runner(Protocol):
     """What the engine needs of a model runner."""
 
     num_blocks: int
+    overlaps: bool  # whether it pays to launch a step before the one before it is read
 
-    def run(self, batch: list[ScheduledSequence]) -> list[SampledToken]: ...
+    def launch(self, batch: list[ScheduledSequence]) -> Callable[[], list[SampledToken]]:
+        """Start a step; what is returned waits for it and gives its tokens."""
+        ...
+
+
+class _Step(NamedTuple):
+    """A step that has been launched and not read."""
+
+    batch: list[ScheduledSequence]
+    read: Callable[[], list[SampledToken]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +45,7 @@ class EngineStats:
 
     num_running: int
     num_waiting: int
+    block_size: int
     num_blocks: int
     num_used_blocks: int
     num_cached_blocks: int
@@ -70,8 +81,9 @@ class Engine:
         self._inbox: deque[EngineRequest | int] = deque()  # to add, or the id to abort
         self._wake = threading.Condition()
         self._num_unfinished = 0  # reserved places, guarded by _wake
-        self._stopping = False
+        self._stopping = ""  # why no more requests are taken
         self._thread: threading.Thread | None = None
+        self._in_flight: _Step | None = None
         self._num_steps = 0
         self._num_computed_tokens = 0
 
@@ -83,28 +95,28 @@ class Engine:
     def is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def reserve(self) -> None:
-        """Take a place for a request that will be submitted; done before it is tokenised.
+    def reserve(self, num_places: int = 1) -> None:
+        """Take places for requests that will be submitted; done before they are tokenised.
 
         Raises:
             Unavailable: the queue is full, or the engine is stopping.
         """
         with self._wake:
             if self._stopping:
-                raise Unavailable("the model is shutting down")
+                raise Unavailable(self._stopping)
             limit = self._config.max_num_seqs + self._config.max_queue_size
-            if self._num_unfinished >= limit:
+            if self._num_unfinished + num_places > limit:
                 raise Unavailable(
                     f"queue full: {self._num_unfinished} requests are running or waiting "
                     f"(max_num_seqs {self._config.max_num_seqs} + "
                     f"max_queue_size {self._config.max_queue_size}); try again later"
                 )
-            self._num_unfinished += 1
+            self._num_unfinished += num_places
 
-    def release(self) -> None:
-        """Give back a reserved place that no request was submitted for."""
+    def release(self, num_places: int = 1) -> None:
+        """Give back reserved places that no request was submitted for."""
         with self._wake:
-            self._num_unfinished -= 1
+            self._num_unfinished -= num_places
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request on a reserved place. Exactly one output with a finish reason follows.
@@ -122,7 +134,7 @@ class Engine:
             )
         with self._wake:
             if self._stopping:
-                raise Unavailable("the model is shutting down")
+                raise Unavailable(self._stopping)
             self._inbox.append(request)
             self._wake.notify()
 
@@ -137,6 +149,7 @@ class Engine:
         return EngineStats(
             num_running=running,
             num_waiting=max(self._num_unfinished - running, 0),
+            block_size=self.block_manager.block_size,
             num_blocks=self.block_manager.num_blocks,
             num_used_blocks=self.block_manager.num_used_blocks,
             num_cached_blocks=self.block_manager.num_cached_blocks,
@@ -147,24 +160,42 @@ class Engine:
 
     def step(self) -> list[EngineOutput]:
         """One step over what is there now: schedule, run, update."""
-        aborted = self._take_inbox()
+        outputs = self._take_inbox()
         batch = self.scheduler.schedule()
+        before, self._in_flight = self._in_flight, self._launch(batch)
+        outputs += self._update(before)
+        if not self._may_overlap(batch):
+            launched, self._in_flight = self._in_flight, None
+            outputs += self._update(launched)
+        return outputs
+
+    def _may_overlap(self, batch: list[ScheduledSequence]) -> bool:
+        """Whether the next step can be launched before this one is read."""
+        return self._runner.overlaps and not any(s.sequence.request.needs_history for s in batch)
+
+    def _launch(self, batch: list[ScheduledSequence]) -> _Step | None:
         if not batch:
-            return aborted
-        sampled = self._runner.run(batch)
+            return None
+        step = _Step(batch, self._runner.launch(batch))
+        self.scheduler.advance(batch)
         self._num_steps += 1
-        self._num_computed_tokens += sum(num_new for _, num_new in batch)
-        return aborted + self._hand_out(self.scheduler.update(batch, sampled))
+        self._num_computed_tokens += sum(scheduled.num_new_tokens for scheduled in batch)
+        return step
+
+    def _update(self, step: _Step | None) -> list[EngineOutput]:
+        if step is None:
+            return []
+        return self._hand_out(self.scheduler.update(step.batch, step.read()))
 
     def start(self) -> None:
         """Step on a thread of the engine's own until `stop()`."""
-        self._thread = threading.Thread(target=self._loop, name="engine")
+        self._thread = threading.Thread(target=self._run, name="engine")
         self._thread.start()
 
     def stop(self, drain_seconds: float) -> None:
         """Refuse new requests, let the others go on for so long, then end them with an error."""
         with self._wake:
-            self._stopping = True
+            self._stopping = self._stopping or "the model is shutting down"
         deadline = time.monotonic() + drain_seconds
         while self._num_unfinished and time.monotonic() < deadline and self.is_alive():
             time.sleep(0.02)
@@ -174,7 +205,17 @@ class Engine:
         if thread:
             thread.join()
         self._take_inbox()
-        self._end_all(self.scheduler.unfinished_ids(), FinishReason.SHUTDOWN, "")
+        self._end_all(self.scheduler.unfinished_ids(), FinishReason.SHUTDOWN, self._stopping)
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:
+            logger.critical("the engine's loop ended; nothing is served any more", exc_info=True)
+            with self._wake:
+                self._stopping = f"the engine has failed and serves nothing any more: {error!r}"
+            self._take_inbox()
+            self._end_all(self.scheduler.unfinished_ids(), FinishReason.SHUTDOWN, self._stopping)
 
     def _loop(self) -> None:
         while True:
@@ -186,8 +227,11 @@ class Engine:
                 self.step()
             except Exception as error:
                 logger.exception("a step failed; its sequences end with an error")
-                running = [sequence.request_id for sequence in self.scheduler.running]
-                self._end_all(running, FinishReason.ERROR, f"the engine's step failed: {error}")
+                self._end_all(
+                    self.scheduler.ids_in_step(),
+                    FinishReason.ERROR,
+                    f"the engine's step failed: {error}",
+                )
 
     def _has_something_to_do(self) -> bool:
         return bool(self._thread is None or self._inbox or self.scheduler.has_unfinished())

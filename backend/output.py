@@ -26,22 +26,36 @@ class Usage:
     ttft_ms: float  # time to first token
     total_ms: float
 
+    @classmethod
+    def of_samples(cls, usages: list["Usage"]) -> "Usage":
+        """What a request used whose prompt has several answers."""
+        first = usages[0]
+        return cls(
+            first.prompt_tokens,
+            first.cached_tokens,
+            sum(usage.output_tokens for usage in usages),
+            first.queue_ms,
+            min((usage.ttft_ms for usage in usages if usage.output_tokens), default=0.0),
+            max(usage.total_ms for usage in usages),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one response carries."""
+    """What one response carries of one answer."""
 
     text: str
     tokens: list[SampledToken]
     cumulative_logprob: float  # of all tokens so far
     finish_reason: FinishReason | None = None
     usage: Usage | None = None  # with the finish reason
+    prompt_logprobs: list[SampledToken] | None = None  # of the prompt; with the first delta
 
 
 class RequestOutput:
     """Collects a request's tokens and gives out text as soon as it is sure.
 
-    Text that may turn out to be the start of a stop string is held back.
+    Text that may turn out to be the start of a stop string, or blanks at the end, is held back.
 
     Args:
         detokenizer: For this answer.
@@ -50,6 +64,7 @@ class RequestOutput:
         min_tokens: Stop strings are not looked for in the first so many tokens.
         stream: False: everything comes in one delta at the end.
         prefix: Text that the first delta starts with (the echoed prompt).
+        trim_blanks: Whether blanks at the end of the answer are left out.
         num_prompt_tokens: Of the prompt.
         clock: Seconds, as time.perf_counter.
     """
@@ -63,6 +78,7 @@ class RequestOutput:
         stream: bool,
         prefix: str,
         num_prompt_tokens: int,
+        trim_blanks: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._detokenizer = detokenizer
@@ -70,9 +86,11 @@ class RequestOutput:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._stream = stream
+        self._trim_blanks = trim_blanks
         self._text = prefix  # ready to go out
         self._held = ""  # may be the start of a stop string
         self._tokens: list[SampledToken] = []  # ready to go out
+        self._prompt_logprobs: list[SampledToken] | None = None
         self._cumulative_logprob = 0.0
         self._num_output_tokens = 0
         self._num_prompt_tokens = num_prompt_tokens
@@ -81,7 +99,10 @@ class RequestOutput:
         self._arrival_time = clock()
         self._scheduled_time = 0.0
         self._first_token_time = 0.0
+        self._last_token_time = 0.0
+        self.gaps: list[float] = []  # seconds between one token and the next
         self.finish_reason: FinishReason | None = None
+        self._has_ended = False  # the finish reason has gone out
 
     def add(self, output: EngineOutput) -> None:
         """Take in an output of the engine; what comes after a stop string is ignored."""
@@ -89,6 +110,8 @@ class RequestOutput:
             return
         self._num_cached_tokens = output.num_cached_tokens
         self._scheduled_time = output.scheduled_time
+        if not self._num_output_tokens:
+            self._prompt_logprobs = output.prompt_logprobs
         for i, token in enumerate(output.tokens):
             is_last = i == len(output.tokens) - 1
             stop_token = is_last and output.finish_reason is FinishReason.STOP
@@ -97,21 +120,51 @@ class RequestOutput:
                 return
         if output.finish_reason:
             self.finish_reason = output.finish_reason
-            self._text += self._held
+            self._text += self._held.rstrip() if self._trim_blanks else self._held
 
-    def take(self) -> Delta | None:
-        """What can go out now, or None. The last delta has a finish reason."""
-        if not self.finish_reason and not (self._stream and self._text):
-            return None
+    @property
+    def is_ready(self) -> bool:
+        """Whether something can go out that has not gone out before."""
+        if self.finish_reason:
+            return not self._has_ended
+        return bool(self._stream and self._text)
+
+    def take(self) -> Delta:
+        """What goes out now. From the last delta on, all have the finish reason."""
         delta = Delta(
-            self._text, self._tokens, self._cumulative_logprob, self.finish_reason, self._usage()
+            self._text,
+            self._tokens,
+            self._cumulative_logprob,
+            self.finish_reason,
+            self.usage() if self.finish_reason else None,
+            self._prompt_logprobs,
         )
-        self._text, self._tokens = "", []
+        self._text, self._tokens, self._prompt_logprobs = "", [], None
+        self._has_ended = self.finish_reason is not None
         return delta
 
+    def usage(self) -> Usage:
+        """What the answer has used so far."""
+
+        def since_arrival(moment: float) -> float:
+            return round((moment - self._arrival_time) * 1e3, 3) if moment else 0.0
+
+        return Usage(
+            prompt_tokens=self._num_prompt_tokens,
+            cached_tokens=self._num_cached_tokens,
+            output_tokens=self._num_output_tokens,
+            queue_ms=since_arrival(self._scheduled_time),
+            ttft_ms=since_arrival(self._first_token_time),
+            total_ms=since_arrival(self._clock()),
+        )
+
     def _add_token(self, token: SampledToken, hidden: bool) -> None:
-        if not self._num_output_tokens:
-            self._first_token_time = self._clock()
+        now = self._clock()
+        if self._num_output_tokens:
+            self.gaps.append(now - self._last_token_time)
+        else:
+            self._first_token_time = now
+        self._last_token_time = now
         self._num_output_tokens += 1
         self._tokens.append(token)
         if token.logprobs:
@@ -125,6 +178,8 @@ class RequestOutput:
         found = _first_stop(text, self._stop)
         if found is None:
             sure = len(text) - _longest_started_stop(text, self._stop)
+            if self._trim_blanks:
+                sure = min(sure, len(text.rstrip()))
             self._text += text[:sure]
             self._held = text[sure:]
             return
@@ -132,22 +187,6 @@ class RequestOutput:
         self._text += text[: start + len(stop) if self._include_stop else start]
         self._held = ""
         self.finish_reason = FinishReason.STOP
-
-    def _usage(self) -> Usage | None:
-        if not self.finish_reason:
-            return None
-
-        def since_arrival(moment: float) -> float:
-            return round((moment - self._arrival_time) * 1e3, 3) if moment else 0.0
-
-        return Usage(
-            prompt_tokens=self._num_prompt_tokens,
-            cached_tokens=self._num_cached_tokens,
-            output_tokens=self._num_output_tokens,
-            queue_ms=since_arrival(self._scheduled_time),
-            ttft_ms=since_arrival(self._first_token_time),
-            total_ms=since_arrival(self._clock()),
-        )
 
 
 def _first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:

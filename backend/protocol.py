@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from backend.errors import InvalidArgument, Unsupported
-from backend.output import Delta
+from backend.output import Delta, Usage
 from backend.sampling_params import SamplingParams
+from backend.sequence import SampledToken
 
 
 class TokenDecoder(Protocol):
@@ -42,6 +43,7 @@ INPUTS = (
     TensorSpec("sampling_parameters", "TYPE_STRING", [1]),
     TensorSpec("exclude_input_in_output", "TYPE_BOOL", [1]),
     *(TensorSpec(name, "TYPE_BOOL", [1]) for name in _FLAGS),
+    TensorSpec("return_error_code", "TYPE_BOOL", [1]),
     TensorSpec("stop", "TYPE_STRING", [-1]),
     TensorSpec("image", "TYPE_STRING", [-1]),
     TensorSpec("embedding_request", "TYPE_STRING", [1]),
@@ -57,6 +59,7 @@ OUTPUTS = (
     TensorSpec("num_input_tokens", "TYPE_UINT32", [1]),
     TensorSpec("num_output_tokens", "TYPE_UINT32", [-1]),
     TensorSpec("usage", "TYPE_STRING", [1]),
+    TensorSpec("prompt_logprobs", "TYPE_STRING", [1]),
 )
 _REQUEST_CLASSES = ("interactive", "offline")
 
@@ -132,34 +135,56 @@ def parse(inputs: Mapping[str, np.ndarray], parameters: str) -> GenerationReques
     )
 
 
+def wants_error_code(inputs: Mapping[str, np.ndarray]) -> bool:
+    """Whether an error's message shall start with its gRPC status, as in "UNAVAILABLE: ..."."""
+    try:
+        return bool(_flag(inputs, "return_error_code"))
+    except InvalidArgument:
+        return False
+
+
 def response_tensors(
-    request: GenerationRequest, delta: Delta, num_input_tokens: int, tokenizer: TokenDecoder
+    request: GenerationRequest,
+    deltas: list[Delta],
+    num_input_tokens: int,
+    usage: Usage | None,
+    tokenizer: TokenDecoder,
 ) -> dict[str, np.ndarray]:
-    """The output tensors of one response: the text, and what the request asked for beside it."""
-    tensors = {"text_output": _string_tensor(delta.text)}
+    """The output tensors of one response: the texts, and what the request asked for beside them.
+
+    Args:
+        deltas: One an answer (`n`).
+        usage: With the last response.
+    """
+    tensors = {"text_output": _strings_tensor([delta.text for delta in deltas])}
     if "return_finish_reason" in request.returned:
-        tensors["finish_reason"] = _string_tensor(str(delta.finish_reason))
+        tensors["finish_reason"] = _strings_tensor([str(delta.finish_reason) for delta in deltas])
     if "return_cumulative_logprob" in request.returned:
-        tensors["cumulative_logprob"] = np.array([delta.cumulative_logprob], dtype=np.float32)
+        sums = [delta.cumulative_logprob for delta in deltas]
+        tensors["cumulative_logprob"] = np.array(sums, dtype=np.float32)
     if "return_logprobs" in request.returned:
-        tensors["logprobs"] = _string_tensor(json.dumps(_logprobs(request, delta, tokenizer)))
+        wanted = request.sampling.logprobs is not None
+        tensors["logprobs"] = _strings_tensor(
+            [json.dumps(_logprobs(delta.tokens, tokenizer) if wanted else None) for delta in deltas]
+        )
+        prompt = deltas[0].prompt_logprobs
+        if prompt is not None and request.sampling.prompt_logprobs is not None:
+            elements = [None, *_logprobs(prompt, tokenizer)]  # nothing comes before the first one
+            tensors["prompt_logprobs"] = _strings_tensor([json.dumps(elements)])
     if "return_num_input_tokens" in request.returned:
         tensors["num_input_tokens"] = np.array([num_input_tokens], dtype=np.uint32)
     if "return_num_output_tokens" in request.returned:
-        tensors["num_output_tokens"] = np.array([len(delta.tokens)], dtype=np.uint32)
-    if "return_usage" in request.returned and delta.usage:
-        tensors["usage"] = _string_tensor(json.dumps(asdict(delta.usage)))
+        counts = [len(delta.tokens) for delta in deltas]
+        tensors["num_output_tokens"] = np.array(counts, dtype=np.uint32)
+    if "return_usage" in request.returned and usage:
+        tensors["usage"] = _strings_tensor([json.dumps(asdict(usage))])
     return tensors
 
 
-def _logprobs(
-    request: GenerationRequest, delta: Delta, tokenizer: TokenDecoder
-) -> list[dict[str, Any]] | None:
+def _logprobs(tokens: list[SampledToken], tokenizer: TokenDecoder) -> list[dict[str, Any]]:
     """One element a token: the top `logprobs` tokens and the chosen one."""
-    if request.sampling.logprobs is None:
-        return None
     elements = []
-    for token_id, logprobs in delta.tokens:
+    for token_id, logprobs in tokens:
         assert logprobs
         ranked = {i: (value, rank) for rank, (i, value) in enumerate(logprobs.top, start=1)}
         ranked[token_id] = (logprobs.logprob, logprobs.rank)
@@ -176,8 +201,8 @@ def _logprobs(
     return elements
 
 
-def _string_tensor(text: str) -> np.ndarray:
-    return np.array([text.encode()], dtype=np.object_)
+def _strings_tensor(texts: list[str]) -> np.ndarray:
+    return np.array([text.encode() for text in texts], dtype=np.object_)
 
 
 def _strings(inputs: Mapping[str, np.ndarray], name: str) -> list[str]:

@@ -5,26 +5,11 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from backend.errors import InvalidArgument, Unsupported
+from backend.repetition import RepetitionDetection
 
-_NOT_YET = frozenset(
-    [
-        "allowed_token_ids",
-        "bad_words",
-        "best_of",
-        "frequency_penalty",
-        "guided_decoding",
-        "logit_bias",
-        "lora_name",
-        "presence_penalty",
-        "priority",
-        "prompt_logprobs",
-        "repetition_penalty",
-        "structured_outputs",
-        "truncate_prompt_tokens",
-    ]
-)
+_NOT_YET = frozenset(["best_of", "guided_decoding", "structured_outputs"])
 # What these mean when they change nothing, so that clients which send defaults are served.
-_HARMLESS = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "best_of": 1}
+_HARMLESS = {"best_of": 1}
 
 
 def _as_list(value: Any) -> Any:
@@ -33,6 +18,10 @@ def _as_list(value: Any) -> Any:
 
 def _none_as_empty(value: Any) -> Any:
     return [] if value is None else value
+
+
+def _none_as_nothing(value: Any) -> Any:
+    return {} if value is None else value
 
 
 Int = Annotated[int, BeforeValidator(lambda v: _refuse_bool(v))]
@@ -53,11 +42,17 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    n: Int = Field(1, ge=1, le=1)
+    n: Int = Field(1, ge=1)
     temperature: Float = Field(1.0, ge=0, le=100)  # 0: greedy
     top_k: Int = Field(0, ge=-1)  # 0 and -1: all tokens
     top_p: Float = Field(1.0, gt=0, le=1)
     min_p: Float = Field(0.0, ge=0, le=1)
+    presence_penalty: Float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: Float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: Float = Field(1.0, gt=0, le=100)
+    logit_bias: Annotated[dict[Int, Float], BeforeValidator(_none_as_nothing)] = {}
+    allowed_token_ids: list[Int] | None = Field(None, min_length=1)
+    bad_words: Annotated[list[str], BeforeValidator(_as_list), BeforeValidator(_none_as_empty)] = []
     seed: Int | None = Field(None, ge=-(2**63), lt=2**64)
     max_tokens: Int | None = Field(None, ge=1)  # None: the server's default_max_tokens
     min_tokens: Int = Field(0, ge=0)
@@ -68,7 +63,13 @@ class SamplingParams(BaseModel):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: Int | None = Field(None, ge=0, le=20)  # the top so many, plus the chosen token
+    prompt_logprobs: Int | None = Field(None, ge=0, le=20)  # the same for the prompt
     skip_special_tokens: bool = True
+    truncate_prompt_tokens: Int | None = Field(None, ge=-1)  # the last so many; -1: what fits
+    lora_name: str | None = None  # the adapter; None: the base model
+    priority: Int = Field(0, ge=-(2**31), lt=2**31)  # smaller ones are admitted first
+    repetition_detection: RepetitionDetection | None = None  # None: the server's
+    trim_blanks: bool | None = None  # ours: no blanks at the end of the answer; None: the server's
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> "SamplingParams":
@@ -92,6 +93,13 @@ class SamplingParams(BaseModel):
             raise InvalidArgument(_explain(error)) from None
         if any(not stop for stop in params.stop):
             raise InvalidArgument("sampling parameter 'stop': a stop string can't be empty")
+        if any(not word.strip() for word in params.bad_words):
+            raise InvalidArgument("sampling parameter 'bad_words': a word can't be empty")
+        if params.truncate_prompt_tokens == 0:
+            raise InvalidArgument(
+                "sampling parameter 'truncate_prompt_tokens': 0 is not allowed; it is -1 or at "
+                "least 1"
+            )
         if params.max_tokens is not None and params.min_tokens > params.max_tokens:
             raise InvalidArgument(
                 f"sampling parameter 'min_tokens': {params.min_tokens} is more than "
@@ -110,7 +118,7 @@ def _number(value: Any) -> Any:
 def _explain(error: ValidationError) -> str:
     details = error.errors()[0]
     name = "".join(map(str, details["loc"][:1]))
-    if details["type"] == "extra_forbidden":
+    if details["type"] == "extra_forbidden" and len(details["loc"]) == 1:
         known = ", ".join(sorted(SamplingParams.model_fields))
         return f"unknown sampling parameter '{name}'; known are: {known}"
     reason = details["msg"].removeprefix("Value error, ")

@@ -1,7 +1,8 @@
 """Which sequences run in the next step, and with how many tokens each. Pure bookkeeping."""
 
 import time
-from collections import deque
+from bisect import insort
+from itertools import count
 from typing import NamedTuple
 
 from backend.block_manager import BlockManager
@@ -15,14 +16,23 @@ from backend.sequence import (
 
 
 class ScheduledSequence(NamedTuple):
+    """A sequence's part of a step, fixed when the step is scheduled."""
+
     sequence: Sequence
-    num_new_tokens: int  # the step computes tokens [num_computed_tokens, + num_new_tokens)
+    start: int  # the step computes tokens [start, end)
+    end: int
+    samples: bool  # whether that reaches the sequence's last token, and so yields the next one
 
     @property
-    def samples(self) -> bool:
-        """Whether the step reaches the sequence's last token, and so yields the next one."""
-        sequence = self.sequence
-        return sequence.num_computed_tokens + self.num_new_tokens == sequence.num_tokens
+    def num_new_tokens(self) -> int:
+        return self.end - self.start
+
+    @classmethod
+    def of(cls, sequence: Sequence, num_new_tokens: int) -> "ScheduledSequence":
+        """The next tokens of a sequence."""
+        start = sequence.num_computed_tokens
+        end = start + num_new_tokens
+        return cls(sequence, start, end, end == sequence.num_tokens)
 
 
 class Scheduler:
@@ -48,14 +58,23 @@ class Scheduler:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []  # by priority, then arrival
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._sequences: dict[int, Sequence] = {}  # all unfinished ones
+        self._arrivals = count()
 
     def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; one that forks another waits until that one's prompt is computed."""
         self._sequences[sequence.request_id] = sequence
-        self.waiting.append(sequence)
+        sequence.arrival = next(self._arrivals)
+        fork_of = sequence.request.fork_of
+        leader = None if fork_of is None else self._sequences.get(fork_of)
+        sequence.leader = leader
+        if leader and leader.num_computed_tokens < leader.num_prompt_tokens:
+            leader.forks.append(sequence)
+        else:
+            self._enqueue(sequence)
 
     def has_unfinished(self) -> bool:
         return bool(self._sequences)
@@ -69,36 +88,52 @@ class Scheduler:
         budget = self.max_num_batched_tokens
 
         # Whoever lacks a block takes it from the latest one running, in the end from itself.
-        while len(batch) < len(self.running) and budget:
-            sequence = self.running[len(batch)]
-            num_new = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+        num_preemptions = self.num_preemptions
+        i = 0
+        while i < len(self.running) and budget:
+            sequence = self.running[i]
+            i += 1
+            num_new = min(sequence.num_tokens_to_compute, budget)
+            if not num_new:
+                continue
             while not self.block_manager.allocate(sequence, num_new):
                 victim = self._preempt_last()
                 if victim is sequence:
                     break
             else:
-                batch.append(ScheduledSequence(sequence, num_new))
+                batch.append(ScheduledSequence.of(sequence, num_new))
                 budget -= num_new
 
-        self._admit(batch, budget)  # where some were preempted, the first of them can't fit yet
+        if self.num_preemptions == num_preemptions:  # else there are no blocks to spare
+            self._admit(batch, budget)
         batch.sort(key=lambda scheduled: scheduled.num_new_tokens > 1)  # decodes first
         return batch
+
+    def advance(self, batch: list[ScheduledSequence]) -> None:
+        """Note that a step has been launched: its tokens count as computed from here on, and the
+        next one of each sequence that samples is there, though nobody knows it yet."""
+        for sequence, _, end, samples in batch:
+            sequence.num_computed_tokens = end
+            sequence.num_pending_tokens += samples
 
     def update(
         self, batch: list[ScheduledSequence], sampled: list[SampledToken]
     ) -> list[EngineOutput]:
-        """Take in what a step has computed; `sampled` has a token for each that `samples`."""
+        """Take in what a step has computed; `sampled` has a token for each that `samples`.
+
+        Meanwhile a sequence may have been preempted, which leaves it the token, or have ended.
+        """
         outputs = []
         tokens = iter(sampled)
-        for scheduled in batch:
-            sequence, num_new = scheduled
-            samples = scheduled.samples
-            sequence.num_computed_tokens += num_new
-            self.block_manager.cache_full_blocks(sequence)
-            if not samples:
+        for sequence, _, end, samples in batch:
+            token = next(tokens) if samples else None
+            if sequence.status is SequenceStatus.RUNNING:
+                self.block_manager.cache_full_blocks(sequence, end)
+            if token is None or sequence.status is SequenceStatus.FINISHED:
                 continue
-            token = next(tokens)
+            sequence.num_pending_tokens -= 1
             sequence.token_ids.append(token.token_id)
+            self._release_forks(sequence)
             reason = sequence.finish_reason()
             if reason:
                 self._finish(sequence)
@@ -116,6 +151,14 @@ class Scheduler:
     def unfinished_ids(self) -> list[int]:
         return list(self._sequences)
 
+    def ids_in_step(self) -> list[int]:
+        """Whom a failing step takes with it: running, or preempted with a token it had pending."""
+        return [
+            request_id
+            for request_id, sequence in self._sequences.items()
+            if sequence.status is SequenceStatus.RUNNING or sequence.num_pending_tokens
+        ]
+
     def check_integrity(self) -> None:
         """Assert that queues, states and blocks agree; true between steps."""
         assert len(self.running) <= self.max_num_seqs
@@ -125,8 +168,11 @@ class Scheduler:
         assert all(s.num_computed_tokens < s.num_tokens for s in self.running)
         behind = [s.num_tokens - s.num_computed_tokens > 1 for s in self.running]
         assert not any(behind[:-1])
-        unfinished = {s.request_id: s for s in (*self.running, *self.waiting)}
-        assert len(unfinished) == len(self.running) + len(self.waiting)
+        assert self.waiting == sorted(self.waiting, key=_queue_order)
+        queued = [*self.running, *self.waiting]
+        queued += [fork for s in queued for fork in s.forks]
+        unfinished = {s.request_id: s for s in queued}
+        assert len(unfinished) == len(queued)
         assert unfinished == self._sequences
         self.block_manager.check_integrity(self._sequences.values())
 
@@ -134,12 +180,12 @@ class Scheduler:
         """Fill free places from the head of the queue."""
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
-            computed = self.block_manager.get_computed_blocks(sequence)
+            computed = self._computed_blocks(sequence)
             if not self.block_manager.can_admit(sequence, computed):
                 break
-            self.waiting.popleft()
+            del self.waiting[0]
             self.block_manager.touch(sequence, computed)
-            num_new = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+            num_new = min(sequence.num_tokens_to_compute, budget)
             allocated = self.block_manager.allocate(sequence, num_new)
             assert allocated, "can_admit() promised more blocks than there are"
             if not sequence.scheduled_time:
@@ -147,25 +193,57 @@ class Scheduler:
                 sequence.num_cached_tokens = sequence.num_computed_tokens
             sequence.status = SequenceStatus.RUNNING
             self.running.append(sequence)
-            batch.append(ScheduledSequence(sequence, num_new))
+            batch.append(ScheduledSequence.of(sequence, num_new))
             budget -= num_new
 
+    def _computed_blocks(self, sequence: Sequence) -> list[int]:
+        """What a sequence can start with: of its leader, where that is more than others left."""
+        if sequence.request.num_prompt_logprobs is not None:
+            return []  # they come from computing the prompt
+        computed = self.block_manager.get_computed_blocks(sequence)
+        leader = sequence.leader
+        if leader and leader.status is SequenceStatus.RUNNING:
+            # The last prompt token is left to compute, since its logits are wanted.
+            num_shared = min(leader.num_computed_tokens, sequence.num_prompt_tokens - 1)
+            num_blocks = num_shared // self.block_manager.block_size
+            if num_blocks > len(computed):
+                return leader.block_table[:num_blocks]
+        return computed
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_queue_order)
+
+    def _release_forks(self, sequence: Sequence) -> None:
+        for fork in sequence.forks:
+            self._enqueue(fork)
+        sequence.forks.clear()
+
     def _preempt_last(self) -> Sequence:
-        """Send the latest running sequence back to the head of the queue, to be recomputed."""
+        """Send the latest running sequence back to its place in the queue, to be recomputed."""
         victim = self.running.pop()
         self.block_manager.free(victim)
         victim.status = SequenceStatus.WAITING
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(victim)
+        self._enqueue(victim)
         return victim
 
     def _finish(self, sequence: Sequence) -> None:
-        queue = self.running if sequence.status is SequenceStatus.RUNNING else self.waiting
-        queue.remove(sequence)
+        leader = sequence.leader
+        if sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+        elif leader and sequence in leader.forks:
+            leader.forks.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self._release_forks(sequence)
         self.block_manager.free(sequence)
         sequence.status = SequenceStatus.FINISHED
         del self._sequences[sequence.request_id]
+
+
+def _queue_order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.request.priority, sequence.arrival
 
 
 def _output(
@@ -178,4 +256,5 @@ def _output(
         error=error,
         num_cached_tokens=sequence.num_cached_tokens,
         scheduled_time=sequence.scheduled_time,
+        prompt_logprobs=sequence.prompt_logprobs,
     )

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
+from backend.repetition import RepetitionDetection
+
 
 class SequenceStatus(Enum):
     WAITING = "waiting"
@@ -13,10 +15,11 @@ class SequenceStatus(Enum):
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. STOP and LENGTH are answers; the others are not."""
+    """Why a sequence ended. The first three are answers; the others are not."""
 
     STOP = "stop"
     LENGTH = "length"
+    REPETITION = "repetition"
     CANCELLED = "cancelled"
     SHUTDOWN = "shutdown"
     ERROR = "error"
@@ -37,7 +40,28 @@ class EngineRequest:
     min_p: float = 0.0
     seed: int = 0  # of 64 bits; the random number of a token depends on (seed, position) alone
     num_logprobs: int | None = None  # None: none; 0: the chosen token's; k: the top k as well
+    num_prompt_logprobs: int | None = None  # the same for the prompt's tokens but the first
+    repetition_penalty: float = 1.0  # of tokens in prompt or output; CTRL (Keskar et al., 2019)
+    presence_penalty: float = 0.0  # taken off the logits of tokens in the output
+    frequency_penalty: float = 0.0  # the same, times how often they are there
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    allowed_token_ids: tuple[int, ...] = ()  # none: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that never stand in this order
+    repetition_detection: RepetitionDetection | None = None
+    priority: int = 0  # who waits with a smaller one is admitted first
+    fork_of: int | None = None  # an earlier request, no fork, with this prompt: they share its KV
+    lora: str = ""  # the adapter's name, "": the base model
     cache_salt: bytes = b""  # prompts share KV blocks only under equal salts
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the host must know all tokens so far before the next one can be sampled."""
+        return bool(
+            self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.bad_words
+        )
 
     @property
     def max_kv_tokens(self) -> int:
@@ -68,6 +92,9 @@ class EngineOutput:
     error: str = ""  # what went wrong, for FinishReason.ERROR
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     scheduled_time: float = 0.0  # time.perf_counter() when it first left the queue, 0: never
+    prompt_logprobs: list[SampledToken] = field(
+        default_factory=list
+    )  # all, from the first output on
 
 
 @dataclass(slots=True, eq=False)
@@ -79,15 +106,23 @@ class Sequence:
         |<------------------ num_tokens ------------------->|
         |<---- num_prompt_tokens ---->|<----- output ------>|
         |<- num_computed_tokens ->|<- what is to be done -->|
+
+    Where steps overlap, the last output tokens may be pending: sampled on the device by a step
+    that has been launched, to be known when that step is read. They count among `num_tokens`.
     """
 
     request: EngineRequest
     token_ids: list[int] = field(init=False)  # prompt, then output
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
+    num_pending_tokens: int = 0  # set by the scheduler
     scheduled_time: float = 0.0  # set by the scheduler at the first admission
     num_preemptions: int = 0  # set by the scheduler
     num_cached_tokens: int = 0  # set by the scheduler at the first admission
+    prompt_logprobs: list[SampledToken] = field(default_factory=list)  # set by the model runner
+    arrival: int = 0  # how many came before; set by the scheduler
+    leader: "Sequence | None" = None  # whose prompt's blocks it starts with; set by the scheduler
+    forks: list["Sequence"] = field(default_factory=list)  # wait for its prompt; by the scheduler
 
     # -- owned by the block manager --
     block_table: list[int] = field(default_factory=list)
@@ -103,7 +138,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) + self.num_pending_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -111,13 +146,23 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        return self.num_tokens - len(self.request.prompt_token_ids)
+
+    @property
+    def num_tokens_to_compute(self) -> int:
+        """What a step has to do: nothing where the last token is pending, which needs no KV."""
+        if self.num_pending_tokens and self.num_output_tokens >= self.request.max_tokens:
+            return 0
+        return self.num_tokens - self.num_computed_tokens
 
     def finish_reason(self) -> FinishReason | None:
-        """Whether the last token was the last one."""
+        """Whether the last known token was the last one."""
         request = self.request
         if self.token_ids[-1] in request.stop_token_ids:
             return FinishReason.STOP
-        if self.num_output_tokens >= request.max_tokens:
+        if len(self.token_ids) - self.num_prompt_tokens >= request.max_tokens:
             return FinishReason.LENGTH
+        detection = request.repetition_detection
+        if detection and detection.found_in(self.token_ids, self.num_prompt_tokens):
+            return FinishReason.REPETITION
         return None

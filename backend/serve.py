@@ -151,7 +151,7 @@ def _command_and_environment() -> tuple[list[str], dict[str, str]]:
 
 
 def _lay_out_backends(server: Path) -> Path:
-    """A folder of backends in which the Python backend has this Python's stub beside it."""
+    """A folder of backends: the Python backend with this Python's stub beside it, and Tritium."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = server / "python_backend_stubs" / version / "triton_python_backend_stub"
     if not stub.exists():
@@ -167,6 +167,7 @@ def _lay_out_backends(server: Path) -> Path:
         target = python / source.name
         if source.is_file() and not target.exists():
             shutil.copy(source, target)
+    shutil.copytree(ROOT / "tritium", backends / "tritium", dirs_exist_ok=True)
     return backends
 
 

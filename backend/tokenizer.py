@@ -31,6 +31,14 @@ class Tokenizer:
         """Token ids of a plain prompt, with the special tokens that the model wants around it."""
         return self._fast.encode(text).ids
 
+    def encode_word(self, word: str) -> list[list[int]]:
+        """Token ids of a word as it stands at the start of a text and, if other, behind a space."""
+        word = word.lstrip()
+        at_start, behind_space = (
+            self._fast.encode(text, add_special_tokens=False).ids for text in (word, f" {word}")
+        )
+        return [at_start] if at_start == behind_space else [at_start, behind_space]
+
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation by the model's chat template, ready for the answer.
 

@@ -9,13 +9,15 @@ import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from backend import handover
 from backend.config import ConfigError, EngineConfig
-from backend.errors import RequestError
-from backend.protocol import INPUTS, OUTPUTS
+from backend.errors import InvalidArgument, RequestError
+from backend.protocol import INPUTS, OUTPUTS, wants_error_code
 
 logger = logging.getLogger("tritium")
 
@@ -52,6 +54,7 @@ class TritonPythonModel:
         from backend.tokenizer import Tokenizer
 
         _log_to_server()
+        self._handed_over: WeakValueDictionary[str, _HandedOver] = WeakValueDictionary()
         model_config = json.loads(args["model_config"])
         config = EngineConfig.from_parameters(model_config["parameters"])
         # On a thread that ends: OpenMP keeps worker threads for each thread that used it, and with
@@ -60,13 +63,21 @@ class TritonPythonModel:
             device_id = int(args["model_instance_device_id"])
             runner = pool.submit(ModelRunner, config, device_id).result()
         model = runner.model.config
+        max_model_len = _max_model_len(config, model.max_position_embeddings)
+        report_vllm = model_config["parameters"].get("REPORT_CUSTOM_METRICS", {})
+        self._metrics = Metrics(
+            args["model_name"],
+            args["model_version"],
+            max_model_len,
+            vllm=report_vllm.get("string_value", "").lower() in ("true", "yes"),
+        )
         self._front = Front(
             config,
             Tokenizer(resolve(config.model)),
             runner,
-            _max_model_len(config, model.max_position_embeddings),
+            max_model_len,
             model.eos_token_ids,
-            Metrics(args["model_name"], args["model_version"]),
+            self._metrics,
         )
         logger.info(
             f"{args['model_name']}: {runner.model.dtype} on {runner.device}, KV cache of "
@@ -77,22 +88,42 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Hand the requests over; their responses come from the front's output thread."""
         for request in requests:
-            responder = _Responder(request.get_response_sender())
             inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-            self._front.handle(inputs, request.parameters(), responder)
+            if responder := self._responder(request, inputs):
+                try:
+                    parameters = request.parameters()
+                except UnicodeDecodeError:  # over HTTP they may be any bytes
+                    responder.fail(InvalidArgument("request parameters: not valid UTF-8"))
+                else:
+                    self._front.handle(inputs, parameters, responder)
+
+    def _responder(self, request: Any, inputs: Mapping[str, np.ndarray]) -> "_Responder | None":
+        """None for a request that does nothing but cancel another one."""
+        request_id, sender = request.request_id(), request.get_response_sender()
+        if handover.is_cancel(request_id):
+            if cancelled := self._handed_over.get(request_id):
+                cancelled.cancel()
+            sender.send(flags=_FINAL)
+            return None
+        if not handover.is_handed_over(request_id):
+            return _Responder(sender, wants_error_code(inputs))
+        self._handed_over[handover.cancel(request_id)] = responder = _HandedOver(sender)
+        return responder
 
     def is_ready(self) -> bool:
         return self._front.is_ready()
 
     def finalize(self) -> None:
         self._front.stop()
+        self._metrics.close()
 
 
 class _Responder:
     """Sends one request's responses."""
 
-    def __init__(self, sender: Any) -> None:
+    def __init__(self, sender: Any, with_error_code: bool) -> None:
         self._sender = sender
+        self._with_error_code = with_error_code
 
     def send(self, tensors: Mapping[str, np.ndarray], final: bool) -> None:
         response = pb_utils.InferenceResponse(
@@ -102,11 +133,31 @@ class _Responder:
 
     def fail(self, error: RequestError) -> None:
         code = getattr(pb_utils.TritonError, error.code)
-        response = pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
+        message = f"{error.grpc_status}: {error}" if self._with_error_code else str(error)
+        response = pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
         self._sender.send(response, flags=_FINAL)
 
     def is_cancelled(self) -> bool:
         return self._sender.is_cancelled()
+
+
+class _HandedOver(_Responder):
+    """Sends the responses of a request that came through a door: see handover.py."""
+
+    def __init__(self, sender: Any) -> None:
+        super().__init__(sender, with_error_code=False)
+        self._cancelled = False
+        self.send({}, final=False)
+
+    def fail(self, error: RequestError) -> None:
+        finish_reason = np.array([handover.finish_reason(error)], dtype=np.object_)
+        self.send({"finish_reason": finish_reason}, final=True)
+
+    def is_cancelled(self) -> bool:
+        return self._cancelled
+
+    def cancel(self) -> None:
+        self._cancelled = True
 
 
 class _ServerLog(logging.Handler):

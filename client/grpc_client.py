@@ -9,13 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import grpc
-from tritonclient.grpc import InferResult, service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from client.base import Client, GenerationStream
 from client.types import Delta, GenerationError
-
-# Errors come with a status code then, not only as a message inside a response.
-_METADATA = (("triton_grpc_error", "true"),)
 
 # gRPC doubles its pause between attempts up to two minutes, in which every call fails at once:
 # too long for someone who waits for a server to start.
@@ -34,8 +31,10 @@ class GrpcClient(Client):
     def _open(self, fields: Mapping[str, str | bool], timeout: float | None) -> GenerationStream:
         # gRPC closes our side of the stream behind the only request, so the server ends the call
         # when the answer is complete. The timeout is a deadline, which reaches the server too.
+        # Not with the metadata `triton_grpc_error`, which makes errors end the stream with a
+        # status: Triton Server 2.51 then crashes at times.
         request = iter([_infer_request(self._model, fields)])
-        call = self._infer(request, timeout=timeout, metadata=_METADATA)
+        call = self._infer(request, timeout=timeout)
         return GenerationStream(_deltas(call, self._url, timeout), call.cancel)
 
 
@@ -56,8 +55,7 @@ def _deltas(call: Any, url: str, timeout: float | None) -> Iterator[Delta]:
     try:
         for response in call:
             if response.error_message:
-                # Errors from before the model, such as an unknown name, have no status.
-                raise GenerationError("UNKNOWN", response.error_message)
+                raise GenerationError.from_message(response.error_message)
             yield Delta.from_outputs(_outputs(response.infer_response))
     except grpc.RpcError as error:
         # The call itself is the error.
@@ -67,11 +65,17 @@ def _deltas(call: Any, url: str, timeout: float | None) -> Iterator[Delta]:
 
 
 def _outputs(response: service_pb2.ModelInferResponse) -> dict[str, str | int]:
-    result = InferResult(response)
+    """The first element of each output: the length and bytes of a string, or an unsigned number.
+
+    tritonclient's InferResult does the same by way of numpy arrays, in 50 us more a response.
+    """
     outputs: dict[str, str | int] = {}
-    for output in response.outputs:
-        for value in result.as_numpy(output.name).reshape(-1)[:1]:
-            outputs[output.name] = value.decode() if isinstance(value, bytes) else int(value)
+    for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        if output.datatype == "BYTES":
+            size = int.from_bytes(raw[:4], "little")
+            outputs[output.name] = raw[4 : 4 + size].decode()
+        else:
+            outputs[output.name] = int.from_bytes(raw[:4], "little")
     return outputs
 
 

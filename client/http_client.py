@@ -115,8 +115,7 @@ def _deltas(exchange: _Exchange) -> Iterator[Delta]:
         for event in parse_events(exchange.lines()):
             outputs = json.loads(event)
             if "error" in outputs:
-                # The status line was sent long ago, and the event holds no code.
-                raise GenerationError("UNKNOWN", outputs["error"])
+                raise GenerationError.from_message(outputs["error"])
             yield Delta.from_outputs(outputs)
     finally:
         exchange.close()
@@ -129,4 +128,4 @@ def _refusal(response: HTTPResponse) -> GenerationError:
         message = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):
         message = body or f"HTTP status {response.status} {response.reason}"
-    return GenerationError(_CODES.get(response.status, "UNKNOWN"), message)
+    return GenerationError.from_message(message, _CODES.get(response.status, "UNKNOWN"))

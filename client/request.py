@@ -33,6 +33,7 @@ def request_fields(
         "return_finish_reason": True,
         "return_num_output_tokens": True,
         "return_usage": True,
+        "return_error_code": True,
     }
     if prompt is not None:
         fields["text_input"] = prompt

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+_STATUSES = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "UNAVAILABLE", "CANCELLED", "INTERNAL")
+
 
 class GenerationError(Exception):
     """The server refused a request, broke off its answer, or could not be reached.
@@ -20,6 +22,17 @@ class GenerationError(Exception):
 
     def __str__(self) -> str:
         return f"{self.code}: {self.message}"
+
+    @classmethod
+    def from_message(cls, message: str, code: str = "UNKNOWN") -> Self:
+        """Read what the server says: "STATUS: message", where `return_error_code` acted.
+
+        `code` is what is known otherwise: an error from before the model has only its text.
+        """
+        status, separator, rest = message.partition(": ")
+        if separator and status in _STATUSES:
+            return cls(status, rest)
+        return cls(code, message)
 
 
 @dataclass(frozen=True, slots=True)

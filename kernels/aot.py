@@ -1,18 +1,24 @@
-"""Compiles the kernels for Hopper (sm_90) without a GPU and prints what they take, as JSON.
+"""Compiles the kernels for Ampere, Ada and Hopper without a GPU, and says what each one takes.
 
-    python -m kernels.aot
+    python -m kernels.aot            # JSON
+    python -m kernels.aot --table    # Markdown
 
 Each kernel is compiled through its own launcher, with only the launch left out, so that what is
 described is what runs: the same tile sizes, the same knowledge of alignments.
 """
 
+import argparse
 import json
+import multiprocessing
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -20,105 +26,334 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from kernels.metadata import AttentionMetadata
-from kernels.paged_attention import _paged_attention, paged_attention
-from kernels.rope_cache import _rope_and_cache, rope_and_cache
+from kernels.activation import silu_and_mul
+from kernels.decode_attention import decode_attention
+from kernels.metadata import AttentionMetadata, KVCache
+from kernels.norm import add_rms_norm, rms_norm
+from kernels.paged_attention import paged_attention
+from kernels.rope_cache import rope_and_cache
+from kernels.sampling import add_bias, apply_mask, apply_penalties, sample
+from kernels.sampling_tensors import SamplingTensors
 
-NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE = 9, 3, 16
+AMPERE, ADA, HOPPER = 80, 89, 90
+BLOCK_SIZE, NUM_BLOCKS = 16, 64
+
+Launch = Callable[[], object]
 
 
-class Sm90Driver:
+class Driver:
     """As much of a Triton-lang driver as compiling takes."""
 
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self.capability  # what is compiled is kept by this number
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
-def compile_launch(kernel: JITFunction, launch: Callable[[], object]) -> dict[str, Any]:
-    """What `kernel` takes as `launch` would launch it."""
+def compile_all() -> list[dict[str, Any]]:
+    """A row for each kernel of each variant and capability."""
+    work = [(c, name) for c in (AMPERE, ADA, HOPPER) for name, _ in variants(c)]
+    # Forked, so that torch isn't imported again.
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as pool:
+        return [row for rows in pool.map(compile_variant, *zip(*work, strict=True)) for row in rows]
+
+
+def compile_variant(capability: int, name: str) -> list[dict[str, Any]]:
+    """A row for each kernel that the variant launches."""
+    triton.runtime.driver.set_active(Driver(capability))
     compiled: list[Any] = []
+    run = JITFunction.run
 
-    def compile_only(*args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        compiled.append(JITFunction.run(kernel, *args, grid=grid, warmup=True, **kwargs))
+    def compile_only(kernel: Any, *args: Any, warmup: bool, **kwargs: Any) -> None:
+        compiled.append(run(kernel, *args, warmup=True, **kwargs))
 
-    kernel.run = compile_only
-    launch()
-    return describe(compiled[0])
+    with patch.object(JITFunction, "run", compile_only):
+        dict(variants(capability))[name]()
+    common = {"variant": name, "capability": capability}
+    return [common | {"kernel": kernel.name.strip("_")} | describe(kernel) for kernel in compiled]
+
+
+# -- variants --
+
+# (query heads, heads for keys and values, size of a head): SmolLM2's, one whose size is no power of
+# two, Phi-3's, Llama 3.1's, Gemma 2's.
+HEADS = {
+    "64": (9, 3, 64),
+    "80": (8, 8, 80),
+    "96": (32, 32, 96),
+    "128": (32, 8, 128),
+    "256": (8, 4, 256),
+}
+LLAMA = HEADS["128"]
+VOCAB_SIZE = 128256
+
+
+def variants(capability: int) -> Iterator[tuple[str, Launch]]:
+    """(name, what launches it) of everything that is compiled."""
+    if capability != ADA:
+        yield from attention_variants()
+        yield from quantised_variants("int8", torch.int8)
+        yield from other_variants()
+    if capability >= ADA:  # the first with arithmetic in fp8
+        yield from quantised_variants("fp8", torch.float8_e4m3fn)
+
+
+def attention_variants() -> Iterator[tuple[str, Launch]]:
+    for name, heads in HEADS.items():
+        yield f"prefill-{name}", partial(prefill, heads, 512)
+        yield f"decode-{name}", partial(decode, heads, splits=1)
+        yield f"rope-{name}", partial(rope, heads)
+    yield "prefill-128-short", partial(prefill, LLAMA, 16)
+    yield "decode-128-split", partial(decode, LLAMA, splits=16)
+    yield "rope-128-norm", partial(rope, LLAMA, norm=True)
+    options: dict[str, dict[str, Any]] = {
+        "window-cap": {"sliding_window": 4096, "soft_cap": 50.0},
+        "float32": {"dtype": torch.float32},
+    }
+    for name, option in options.items():
+        yield f"prefill-128-{name}", partial(prefill, LLAMA, 512, **option)
+        yield f"decode-128-{name}", partial(decode, LLAMA, splits=1, **option)
+
+
+def quantised_variants(name: str, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    yield f"prefill-128-{name}", partial(prefill, LLAMA, 512, cache_dtype=dtype)
+    yield f"decode-128-{name}", partial(decode, LLAMA, splits=1, cache_dtype=dtype)
+    yield f"decode-128-{name}-split", partial(decode, LLAMA, splits=16, cache_dtype=dtype)
+    yield f"rope-128-{name}", partial(rope, LLAMA, cache_dtype=dtype)
+
+
+def other_variants() -> Iterator[tuple[str, Launch]]:
+    for size in (576, 4096):
+        yield f"rms_norm-{size}", partial(norm, size, add=False)
+        yield f"add_rms_norm-{size}", partial(norm, size, add=True)
+    for size in (1536, 14336):
+        yield f"silu_and_mul-{size}", partial(silu_and_mul, empty(2, 2 * size))
+    yield "sample", partial(draw, filtered=False)
+    yield "sample-filters", partial(draw, filtered=True)
+    yield "add_bias", bias
+    yield "apply_penalties", penalties
+    yield "apply_mask", mask
+
+
+def prefill(
+    heads: tuple[int, int, int],
+    query_len: int,
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> None:
+    q, kv_cache, scale = attention_tensors(heads, query_len, dtype, cache_dtype)
+    paged_attention(q, kv_cache, metadata(query_len), scale, **options)
+
+
+def decode(
+    heads: tuple[int, int, int],
+    splits: int,
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> None:
+    q, kv_cache, scale = attention_tensors(heads, 1, dtype, cache_dtype)
+    decode_attention(q, kv_cache, metadata(1), scale, splits=splits, **options)
+
+
+def attention_tensors(
+    heads: tuple[int, int, int],
+    num_tokens: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None,
+) -> tuple[Tensor, KVCache, float]:
+    """Queries, as a view of what the model has them in; the cache; the scale."""
+    num_heads, num_kv_heads, head_dim = heads
+    qkv = empty(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    kv_cache = KVCache.empty(NUM_BLOCKS, BLOCK_SIZE, *heads[1:], cache_dtype or dtype)
+    return qkv[:, :num_heads], kv_cache, head_dim**-0.5
+
+
+def metadata(query_len: int) -> AttentionMetadata:
+    """Of one sequence."""
+    return AttentionMetadata(
+        query_start_loc=empty(2, dtype=torch.int32),
+        seq_lens=empty(1, dtype=torch.int32),
+        block_tables=empty(1, NUM_BLOCKS, dtype=torch.int32),
+        slot_mapping=empty(query_len, dtype=torch.int64),
+        block_size=BLOCK_SIZE,
+        num_decodes=int(query_len == 1),
+        max_query_len=query_len,
+        max_seq_len=NUM_BLOCKS * BLOCK_SIZE,
+    )
+
+
+def rope(
+    heads: tuple[int, int, int], cache_dtype: torch.dtype = torch.bfloat16, norm: bool = False
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    qkv = empty(2, num_heads + 2 * num_kv_heads, head_dim)
+    angles = empty(2, head_dim // 2, dtype=torch.float32)
+    kv_cache = KVCache.empty(NUM_BLOCKS, BLOCK_SIZE, num_kv_heads, head_dim, cache_dtype)
+    qk_norm = (empty(head_dim), empty(head_dim), 1e-6) if norm else None
+    rope_and_cache(qkv, angles, angles, kv_cache, empty(2, dtype=torch.int64), qk_norm)
+
+
+def norm(size: int, add: bool) -> None:
+    x, weight = empty(2, size), empty(size)
+    if add:
+        add_rms_norm(x, empty(2, size), weight, 1e-5)
+    else:
+        rms_norm(x, weight, 1e-5)
+
+
+def draw(filtered: bool) -> None:
+    column = empty(2, dtype=torch.float32)
+    sample(
+        logits(),
+        SamplingTensors(
+            temperature=column,
+            top_k=empty(2, dtype=torch.int32),
+            top_p=column,
+            min_p=column,
+            keys=empty(2, dtype=torch.int64),
+            any_filtered=filtered,
+        ),
+    )
+
+
+def bias() -> None:
+    token_ids, starts = empty(8, dtype=torch.int32), empty(3, dtype=torch.int32)
+    add_bias(logits(), token_ids, empty(8, dtype=torch.float32), starts)
+
+
+def penalties() -> None:
+    token_ids, starts = empty(8, dtype=torch.int32), empty(3, dtype=torch.int32)
+    column = empty(2, dtype=torch.float32)
+    apply_penalties(logits(), token_ids, token_ids, starts, column, column, column)
+
+
+def mask() -> None:
+    apply_mask(logits(), empty(2, VOCAB_SIZE // 32, dtype=torch.int32))
+
+
+def logits() -> Tensor:
+    return empty(2, VOCAB_SIZE, dtype=torch.float32)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+# -- what was compiled --
 
 
 def describe(compiled: Any) -> dict[str, Any]:
-    """Resources, and the widths in bytes of the accesses to global memory."""
+    """Resources, and from the machine code the accesses to global memory and the products."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    resources = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage))
-    ptx = compiled.asm["ptx"]
-    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]+\], \[[^]]+\], 0x(\w+)", ptx)
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    resources = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text))
+    code = _Code(text)
     return {
         "registers": int(resources["REG"]),
         "stack": int(resources["STACK"]),
         "local": int(resources["LOCAL"]),
         "shared": compiled.metadata.shared,  # the dynamic part, which cuobjdump does not see
-        "wgmma": "wgmma.mma_async" in ptx,
-        "copy_widths": sorted({int(width, 16) for width in copies}),
-        "load_widths": widths("ld", ptx),
-        "store_widths": widths("st", ptx),
+        "warps": compiled.metadata.num_warps,
+        "loops": code.loops(),
+        "load_widths": sorted(code.widths("LDG", "LDGSTS")),
+        "store_widths": sorted(code.widths("STG")),
+        "matrix_product": next((op for op in ("HGMMA", "HMMA") if code.count(op)), ""),
     }
 
 
-def widths(instruction: str, ptx: str) -> list[int]:
-    found = re.findall(rf"\b{instruction}\.global(?:\.v(\d))?\.b(\d+)", ptx)
-    return sorted({int(vector or 1) * int(bits) // 8 for vector, bits in found})
+class _Code:
+    """A kernel's machine code (SASS)."""
+
+    _LINE = re.compile(r"^\s*/\*(\w+)\*/\s+(?:@\S+\s+)?([A-Z]\w*)([^;]*);", re.MULTILINE)
+
+    def __init__(self, disassembled: str) -> None:
+        self.lines = [(int(at, 16), op, rest) for at, op, rest in self._LINE.findall(disassembled)]
+
+    def count(self, op: str) -> int:
+        return sum(line[1] == op for line in self.lines)
+
+    def widths(self, *ops: str, begin: int = 0, end: int = 2**62) -> Counter[int]:
+        """How many accesses of each width in bytes between two addresses."""
+        return Counter(
+            _width(rest) for at, op, rest in self.lines if op in ops and begin <= at <= end
+        )
+
+    def loops(self) -> list[dict[int, int]]:
+        """The widths of the loads in each loop, which a branch back ends."""
+        found = []
+        for at, op, rest in self.lines:
+            target = re.search(r"0x(\w+)", rest)
+            if op == "BRA" and target and int(target[1], 16) < at:
+                found.append(dict(self.widths("LDG", "LDGSTS", begin=int(target[1], 16), end=at)))
+        return found
 
 
-def qkv_and_cache(num_tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    return (
-        torch.empty(num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, head_dim, dtype=torch.bfloat16),
-        torch.empty(2, 64, BLOCK_SIZE, NUM_KV_HEADS, head_dim, dtype=torch.bfloat16),
-    )
+def _width(modifiers: str) -> int:
+    match = re.match(r"\S*?\.(?:(128|64)|[US](8|16))(?:\.|\s|$)", modifiers)
+    bits = (match[1] or match[2]) if match else 32
+    return int(bits) // 8
 
 
-def launch_attention(head_dim: int, query_len: int, sliding_window: int | None) -> None:
-    qkv, kv_cache = qkv_and_cache(query_len, head_dim)
-    metadata = AttentionMetadata(
-        query_start_loc=torch.empty(2, dtype=torch.int32),
-        seq_lens=torch.empty(1, dtype=torch.int32),
-        block_tables=torch.empty(1, 64, dtype=torch.int32),
-        slot_mapping=torch.empty(query_len, dtype=torch.int64),
-        block_size=BLOCK_SIZE,
-        num_decodes=int(query_len == 1),
-        max_query_len=query_len,
-        max_seq_len=1024,
-    )
-    paged_attention(qkv[:, :NUM_HEADS], kv_cache, metadata, head_dim**-0.5, sliding_window)
+# -- what is said of it --
 
 
-def launch_rope_and_cache(head_dim: int) -> None:
-    qkv, kv_cache = qkv_and_cache(2, head_dim)
-    angles = torch.empty(2, head_dim // 2)
-    rope_and_cache(qkv, angles, angles, kv_cache, torch.empty(2, dtype=torch.int64))
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a line for each kernel of each variant, `Ampere / Hopper` where they differ.
+
+    Where the KV cache is in fp8, which Ampere lacks, `Ada / Hopper`.
+    """
+    lines = [
+        "| kernel | variant | warps | registers | spilled bytes | shared memory, KiB "
+        "| loads, bytes (how many a turn of the loop) | matrix products |",
+        "| --- | --- | ---: | ---: | ---: | ---: | --- | --- |",
+    ]
+    by_kernel: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        key = (row["kernel"], row["variant"])
+        by_kernel.setdefault(key, {})[row["capability"]] = row
+    for key, of_targets in sorted(by_kernel.items()):
+        columns = [_cells(row) for _, row in sorted(of_targets.items())]
+        cells = (" / ".join(dict.fromkeys(cell)) for cell in zip(*columns, strict=True))
+        lines.append(f"| {' | '.join((*key, *cells))} |")
+    return "\n".join(lines)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        str(row["warps"]),
+        str(row["registers"]),
+        str(row["stack"] + row["local"]),
+        f"{row['shared'] / 1024:.1f}",
+        _loads(row),
+        row["matrix_product"],
+    ]
+
+
+def _loads(row: dict[str, Any]) -> str:
+    main_loop: dict[int, int] = max(row["loops"], key=lambda loads: sum(loads.values()), default={})
+    if not main_loop:
+        return ", ".join(map(str, row["load_widths"]))
+    return ", ".join(f"{width} ({main_loop[width]})" for width in sorted(main_loop))
 
 
 def main() -> None:
-    triton.runtime.driver.set_active(Sm90Driver())
-    report = {}
-    for head_dim in (64, 80, 128, 256):
-        launch: Callable[[], object] = partial(launch_rope_and_cache, head_dim)
-        report[f"rope_and_cache-{head_dim}"] = compile_launch(_rope_and_cache, launch)
-        for batch, query_len in (("decode", 1), ("short", 16), ("long", 512)):
-            for name, window in (("", None), ("-window", 128)):
-                launch = partial(launch_attention, head_dim, query_len, window)
-                key = f"attention-{head_dim}-{batch}{name}"
-                report[key] = compile_launch(_paged_attention, launch)
-    print(json.dumps(report))
+    parser = argparse.ArgumentParser(prog="python -m kernels.aot")
+    parser.add_argument("--table", action="store_true", help="Markdown instead of JSON")
+    as_table = parser.parse_args().table
+    rows = compile_all()
+    print(table(rows) if as_table else json.dumps(rows))
 
 
 if __name__ == "__main__":

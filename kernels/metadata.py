@@ -1,4 +1,4 @@
-"""What the attention kernels need to know of a step's batch; the same for every layer."""
+"""What attention reads: a layer's KV cache, and the shape of a step's batch, one for all layers."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,6 +8,62 @@ import torch
 from torch import Tensor
 
 _SHORT = 128  # tokens: padding to so many costs less than another group
+
+# A vector x is quantised as x / scale, with scale = max |x| / the largest number of the dtype.
+QUANTISED_MAX = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+SMALLEST_MAX = 1e-30  # taken for a smaller max |x|, so that nothing is divided by 0
+
+
+class KVCache(NamedTuple):
+    """One layer's keys ([0]) and values ([1]), in blocks of `block_size` tokens.
+
+    Quantised, a vector is `data * scales`: one scale a token and KV head.
+    """
+
+    # [2, num_blocks, block_size, num_kv_heads, head_dim]; the model's dtype, float8_e4m3fn or int8
+    data: Tensor
+    scales: Tensor | None = None  # [2, num_blocks, block_size, num_kv_heads] float32
+
+    @classmethod
+    def empty(
+        cls,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> "KVCache":
+        """A cache of zeros, with scales where `dtype` is a quantised one."""
+        shape = (2, num_blocks, block_size, num_kv_heads, head_dim)
+        data = torch.zeros(shape, dtype=dtype, device=device)
+        scales = torch.zeros(shape[:-1], device=device) if dtype in QUANTISED_MAX else None
+        return cls(data, scales)
+
+    @staticmethod
+    def block_bytes(block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of one block in one layer."""
+        scale_bytes = 4 if dtype in QUANTISED_MAX else 0
+        return 2 * block_size * num_kv_heads * (head_dim * dtype.itemsize + scale_bytes)
+
+    def check(self, x: Tensor) -> None:
+        """Asserts what the kernels take for granted beside queries, keys or values x [.., dim]."""
+        data, scales = self
+        assert data.dim() == 5 and data.shape[0] == 2 and data.shape[4] == x.shape[-1]
+        assert data.is_contiguous() and data.device == x.device
+        assert x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        if scales is None:
+            assert data.dtype == x.dtype
+            return
+        assert data.dtype in QUANTISED_MAX
+        assert scales.shape == data.shape[:-1] and scales.dtype == torch.float32
+        assert scales.is_contiguous() and scales.device == x.device
+        if data.dtype == torch.float8_e4m3fn and x.is_cuda:
+            capability = torch.cuda.get_device_capability(x.device)
+            assert capability >= (8, 9), (
+                f"A KV cache in float8_e4m3fn needs a GPU of compute capability 8.9 or newer; "
+                f"this one has {'.'.join(map(str, capability))}: use int8."
+            )
 
 
 class DecodeGroup(NamedTuple):

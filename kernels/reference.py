@@ -1,10 +1,14 @@
 """The plain PyTorch twin of each kernel: what the CPU runs, and the oracle of kernel tests."""
 
+from collections.abc import Iterator
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.metadata import AttentionMetadata, DecodeGroup
+from kernels.metadata import QUANTISED_MAX, SMALLEST_MAX, AttentionMetadata, DecodeGroup, KVCache
+from kernels.sampling_tensors import SamplingTensors
 
 
 def pack_linear(weight: Tensor) -> Tensor:
@@ -45,12 +49,21 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def rope_and_cache(
-    qkv: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: KVCache,
+    slot_mapping: Tensor,
+    qk_norm: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
     """See `kernels.rope_and_cache`. Rotates halves, as Llama does (Su et al., 2021)."""
-    num_kv_heads, head_dim = kv_cache.shape[-2:]
+    num_kv_heads, head_dim = kv_cache.data.shape[-2:]
     num_rotated = qkv.shape[1] - num_kv_heads
     rotated, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
+    if qk_norm is not None:
+        q, k = rotated[:, :-num_kv_heads], rotated[:, -num_kv_heads:]
+        q_weight, k_weight, eps = qk_norm
+        rotated = torch.cat((rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)), dim=1)
     x1, x2 = rotated.chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     rotated = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(qkv.dtype)
@@ -59,59 +72,81 @@ def rope_and_cache(
     written = slot_mapping >= 0
     if not written.all():
         slot_mapping, k, v = slot_mapping[written], k[written], v[written]
-    keys, values = kv_cache.view(2, -1, num_kv_heads, head_dim)
-    keys.index_copy_(0, slot_mapping, k)
-    values.index_copy_(0, slot_mapping, v)
+    for i, x in enumerate((k, v)):
+        cached = kv_cache.data[i].view(-1, num_kv_heads, head_dim)
+        if kv_cache.scales is None:
+            cached.index_copy_(0, slot_mapping, x)
+        else:
+            scales = kv_cache.scales[i].view(-1, num_kv_heads)
+            cached[slot_mapping], scales[slot_mapping] = _quantise(x, cached.dtype)
     return q
+
+
+def _quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [..., head_dim] ~ data * scales: data [..., head_dim] of that dtype, scales [...] float32.
+
+    The scale takes the largest |x| to the largest number of the dtype.
+    """
+    x = x.float()
+    scales = x.abs().amax(dim=-1).clamp_min(SMALLEST_MAX) / QUANTISED_MAX[dtype]
+    data = x / scales[..., None]
+    return (data.round() if dtype == torch.int8 else data).to(dtype), scales
 
 
 def attention(
     q: Tensor,
-    kv_cache: Tensor,
+    kv_cache: KVCache,
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """See `kernels.attention`. Decoding sequences in groups, then each prefill by itself."""
     out = torch.empty_like(q)
     for group in metadata.decode_groups:
-        out[group.rows] = _decode(q[group.rows], kv_cache, group, scale, sliding_window)
-    num_kv_heads, head_dim = kv_cache.shape[-2:]
+        out[group.rows] = _decode(q[group.rows], kv_cache, group, scale, sliding_window, soft_cap)
+    num_kv_heads, head_dim = kv_cache.data.shape[-2:]
     for start, query_len, seq_len, block_ids in metadata.prefills:
         k, v = (
-            c.index_select(0, block_ids).view(-1, num_kv_heads, head_dim)[:seq_len].transpose(0, 1)
-            for c in kv_cache
+            cached.view(-1, num_kv_heads, head_dim)[:seq_len].transpose(0, 1)
+            for cached in _gather(kv_cache, block_ids, q.dtype)
         )
         rows = q[start : start + query_len].transpose(0, 1)
-        if query_len == seq_len and not sliding_window:
+        if query_len == seq_len and not sliding_window and not soft_cap:
             mask = None
         else:
             mask = _causal_mask(query_len, seq_len, sliding_window, q.device)
-        attended = F.scaled_dot_product_attention(
-            rows[None], k[None], v[None], mask, is_causal=mask is None, scale=scale, enable_gqa=True
-        )
+        attended = _sdpa(rows[None], k[None], v[None], mask, scale, soft_cap)
         out[start : start + query_len] = attended[0].transpose(0, 1)
     return out
 
 
+def _gather(kv_cache: KVCache, block_ids: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """The keys, then the values of blocks: [num_blocks, block_size, num_kv_heads, head_dim]."""
+    for i, cached in enumerate(kv_cache.data):
+        x = cached.index_select(0, block_ids)
+        if kv_cache.scales is not None:
+            x = x.float().mul_(kv_cache.scales[i, block_ids][..., None]).to(dtype)
+        yield x
+
+
 def _decode(
     q: Tensor,  # [num_rows, num_heads, head_dim]
-    kv_cache: Tensor,
+    kv_cache: KVCache,
     group: DecodeGroup,
     scale: float,
     sliding_window: int | None,
+    soft_cap: float | None,
 ) -> Tensor:
     """One query token a sequence. [num_rows, num_heads, head_dim]
 
     The query heads that share a KV head stand as the rows of one attention problem.
     """
     num_rows, num_heads, head_dim = q.shape
-    num_kv_heads = kv_cache.shape[-2]
+    num_kv_heads = kv_cache.data.shape[-2]
     k, v = (
-        c.index_select(0, group.block_ids)
-        .view(num_rows, -1, num_kv_heads, head_dim)
-        .transpose(1, 2)
-        for c in kv_cache
+        cached.view(num_rows, -1, num_kv_heads, head_dim).transpose(1, 2)
+        for cached in _gather(kv_cache, group.block_ids, q.dtype)
     )  # [num_rows, num_kv_heads, width, head_dim]
     bias = group.bias
     if sliding_window:
@@ -119,7 +154,31 @@ def _decode(
         seq_lens = (bias == 0).sum(dim=-1, keepdim=True)  # [num_rows, 1, 1, 1]
         bias = bias.masked_fill(positions < seq_lens - sliding_window, float("-inf"))
     grouped = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    return F.scaled_dot_product_attention(grouped, k, v, bias, scale=scale).reshape(q.shape)
+    return _sdpa(grouped, k, v, bias, scale, soft_cap).reshape(q.shape)
+
+
+def _sdpa(
+    q: Tensor,  # [n, num_heads, query_len, head_dim]
+    k: Tensor,  # [n, num_kv_heads, width, head_dim], as v
+    v: Tensor,
+    mask: Tensor | None,  # bool, or a float32 bias; None: causal, query_len == width
+    scale: float,
+    soft_cap: float | None,
+) -> Tensor:
+    """softmax(scale * q k^T + mask) v. [n, num_heads, query_len, head_dim]"""
+    if not soft_cap:
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+    assert mask is not None
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = soft_cap * torch.tanh(q.float() @ k.mT * (scale / soft_cap))
+    if mask.dtype == torch.bool:
+        scores.masked_fill_(~mask, float("-inf"))
+    else:
+        scores += mask
+    return (scores.softmax(dim=-1) @ v).to(q.dtype)
 
 
 def _causal_mask(
@@ -132,3 +191,160 @@ def _causal_mask(
     if sliding_window:
         seen &= key_pos > query_pos - sliding_window
     return seen
+
+
+# -- sampling --
+
+_NUM_CANDIDATES = 256  # where filters leave fewer tokens, no other is looked at
+_IN_CACHE = 2**16  # floats, of which a processor's own cache holds a few times as many
+
+
+def add_bias(logits: Tensor, token_ids: Tensor, values: Tensor, starts: Tensor) -> None:
+    """See `kernels.add_bias`."""
+    places = _rows(starts) * logits.shape[-1] + token_ids
+    logits.view(-1)[places] += values
+
+
+def apply_penalties(
+    logits: Tensor,
+    token_ids: Tensor,
+    counts: Tensor,
+    starts: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> None:
+    """See `kernels.apply_penalties`."""
+    rows = _rows(starts)
+    places = rows * logits.shape[-1] + token_ids
+    r, p, f = (penalty.index_select(0, rows) for penalty in (repetition, presence, frequency))
+    x = logits.view(-1).index_select(0, places)
+    x = torch.where(x > 0, x / r, x * r) - f * counts - p * (counts > 0)
+    logits.view(-1).index_copy_(0, places, x)
+
+
+def _rows(starts: Tensor) -> Tensor:
+    """[total] int64: which row each element of a ragged list belongs to."""
+    return torch.repeat_interleave(starts.diff().long())
+
+
+def apply_mask(logits: Tensor, mask: Tensor) -> None:
+    """See `kernels.apply_mask`."""
+    bits = mask[:, :, None] >> torch.arange(32, dtype=torch.int32) & 1
+    logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, float("-inf"))
+
+
+def sample(logits: Tensor, sampling: SamplingTensors | None) -> Tensor:
+    """See `kernels.sample`."""
+    tokens = _argmax(logits)
+    if sampling is None:
+        return tokens
+    vocab_size = logits.shape[-1]
+    drawn = sampling.temperature > 0
+    thresholds = torch.full_like(sampling.temperature, -torch.inf)
+    if sampling.any_filtered:
+        filtered = (sampling.top_k < vocab_size) | (sampling.top_p < 1) | (sampling.min_p > 0)
+        rows = (drawn & filtered).nonzero().flatten()
+        x, part = logits[rows], _take(sampling, rows)
+        top, token_ids = x.topk(min(_NUM_CANDIDATES, vocab_size), dim=-1)
+        found = _find_thresholds(x, top, part)
+        index = _draw(top, token_ids.int(), found, part)
+        tokens[rows] = token_ids.gather(-1, index[:, None]).flatten()
+
+        drawn[rows] = beyond = found <= top[:, -1]
+        if beyond.any():
+            x, part = x[beyond], _take(part, beyond)
+            descending = torch.from_numpy(-np.sort(-x.numpy()))  # many times as fast as torch's
+            thresholds[rows[beyond]] = _find_thresholds(x, descending, part)
+    if drawn.any():
+        vocabulary = torch.from_numpy(np.arange(vocab_size, dtype=np.int32))  # fast, as above
+        for rows in _few_rows(drawn.nonzero().flatten(), vocab_size):
+            tokens[rows] = _draw(logits[rows], vocabulary, thresholds[rows], _take(sampling, rows))
+    return tokens
+
+
+def _few_rows(x: Tensor, row_size: int) -> tuple[Tensor, ...]:
+    """So many of x's rows at once that each thread's stay in its cache between operations."""
+    return x.split(torch.get_num_threads() * max(1, _IN_CACHE // row_size))
+
+
+def _take(sampling: SamplingTensors, rows: Tensor) -> SamplingTensors:
+    """Some of the rows."""
+    temperature, top_k, top_p, min_p, keys = (column[rows] for column in sampling[:5])
+    return SamplingTensors(temperature, top_k, top_p, min_p, keys, sampling.any_filtered)
+
+
+def _argmax(x: Tensor) -> Tensor:
+    """[n]: the first of the largest in each row of x [n, m]. numpy is 20 times as fast as torch."""
+    return torch.from_numpy(x.numpy().argmax(axis=-1))
+
+
+def _find_thresholds(
+    logits: Tensor,  # [n, vocab_size]
+    top: Tensor,  # [n, m]: the largest of them, in descending order
+    sampling: SamplingTensors,
+) -> Tensor:
+    """[n]: the least logit that the filters leave, or the last of `top` if they may leave more.
+
+    The filters act in the kernel's order: min-p, top-k, top-p.
+    """
+    temperature, top_k, top_p, min_p = (column[:, None] for column in sampling[:4])
+    best, last = top[:, :1], top[:, -1:]
+    kth = top.gather(-1, top_k.clamp(max=top.shape[-1]).long() - 1)
+    kth = kth.where(top_k < logits.shape[-1], -torch.inf)
+    cut = torch.maximum(best + temperature * min_p.log(), kth)
+
+    # What min-p and top-k leave weighs as much as `top` from the cut on, or as everything.
+    parts = zip(*(_few_rows(x, logits.shape[-1]) for x in (logits, best, temperature)), strict=True)
+    mass = torch.cat([_weigh(*part).sum(dim=-1, keepdim=True) for part in parts])
+    weights = _weigh(top, best, temperature)
+    left = weights.masked_fill(top < cut, 0.0).sum(dim=-1, keepdim=True).where(cut > last, mass)
+    before = weights.cumsum(dim=-1, dtype=torch.float64) - weights
+    num_left = ((before < top_p * left) | (top_p >= 1)).sum(dim=-1, keepdim=True)
+    threshold = torch.maximum(cut, top.gather(-1, num_left.sub_(1).clamp_(min=0)))
+    known = (cut > last) | (cut == -torch.inf) | (top.shape == logits.shape)
+    return threshold.where(known, last).flatten()
+
+
+def _weigh(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
+    """Each token's probability as a share of the best token's."""
+    return ((logits - best) / temperature).exp_()
+
+
+def _draw(
+    logits: Tensor,  # [n, m]
+    token_ids: Tensor,  # [m] or [n, m] int32
+    thresholds: Tensor,  # [n]
+    sampling: SamplingTensors,
+) -> Tensor:
+    """[n]: where in each row logit + temperature * noise is largest, not below the threshold."""
+    scores = gumbel(token_ids, sampling.keys).mul_(sampling.temperature[:, None]).add_(logits)
+    if sampling.any_filtered:
+        scores.masked_fill_(logits < thresholds[:, None], -torch.inf)
+    return _argmax(scores)
+
+
+def gumbel(token_ids: Tensor, keys: Tensor) -> Tensor:
+    """Gumbel noise for each token under each row's key, the same wherever it is computed.
+
+    -log(-log(1 - v)), with v uniform in (0, 1), of 31 bits that are a hash of token and key:
+    lowbias32 (Wellons, 2018) of a Weyl sequence, one half of the key its start, the other half
+    mixed in midway. Rare tokens need the largest noise, so v is exact near 0: noise of up to 22.
+
+    Args:
+        token_ids: [m] or [n, m] int32
+        keys: [n] int64
+
+    Returns:
+        [n, m] float32
+    """
+    low, high = keys.view(torch.int32).view(-1, 2, 1).unbind(1)  # [n, 1]
+    x = token_ids * (0x9E3779B9 - 2**32) + low
+    x ^= (x >> 16).bitwise_and_(0xFFFF)  # int32 as if it were unsigned
+    x *= 0x7FEB352D
+    x ^= high
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= 0x846CA68B - 2**32
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    v = x.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_((1 - 2**-24) / 2**31)
+    return v.neg_().log1p_().neg_().log_().neg_()

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from backend.block_manager import BlockManager
 from backend.config import EngineConfig
@@ -31,19 +31,25 @@ def compute(manager: BlockManager, sequence: Sequence, num_new_tokens: int) -> N
     """What one step does to a sequence: blocks, forward pass, publication."""
     assert manager.allocate(sequence, num_new_tokens)
     sequence.num_computed_tokens += num_new_tokens
-    manager.cache_full_blocks(sequence)
+    manager.cache_full_blocks(sequence, sequence.num_computed_tokens)
 
 
 class CountingRunner:
     """Samples, for each sequence, how many tokens it has: each token tells its own place."""
 
-    def __init__(self, num_blocks: int = 64, seconds: float = 0.0) -> None:
+    def __init__(self, num_blocks: int = 64, seconds: float = 0.0, overlaps: bool = False) -> None:
         self.num_blocks = num_blocks
         self.seconds = seconds  # that a step takes
+        self.overlaps = overlaps
 
-    def run(self, batch: list[ScheduledSequence]) -> list[SampledToken]:
-        time.sleep(self.seconds)
-        return [SampledToken(s.sequence.num_tokens, None) for s in batch if s.samples]
+    def launch(self, batch: list[ScheduledSequence]) -> Callable[[], list[SampledToken]]:
+        sampled = [SampledToken(s.end, None) for s in batch if s.samples]
+
+        def read() -> list[SampledToken]:
+            time.sleep(self.seconds)
+            return sampled
+
+        return read
 
 
 class Collector:

@@ -10,7 +10,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BACKEND = ROOT / "backend"
-FOLDERS = ["backend", "client", "kernels", "loadtests", "model_repository", "tests"]
+FOLDERS = [
+    "backend",
+    "benchmarks",
+    "client",
+    "kernels",
+    "loadtests",
+    "model_repository",
+    "tests",
+    "tritium",
+]
 PYTHON_FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 TEXT_FILES = sorted(
     path
@@ -90,13 +99,17 @@ def test_the_kernels_know_nothing_of_the_backend():
         assert "backend" not in packages(imports(path)), name_of(path)
 
 
-def test_two_files_touch_the_python_backend_s_types():
+def test_three_files_touch_the_python_backend_s_types():
     touching = {
         name_of(path)
         for path in PYTHON_FILES
         if "tests" not in path.parts and SERVER_TYPES in path.read_text(encoding="utf-8")
     }
-    assert touching == {"backend/triton_model.py", "backend/metrics.py"}
+    assert touching == {
+        "backend/triton_model.py",
+        "backend/trtllm_model.py",
+        "backend/metrics.py",
+    }
 
 
 @pytest.mark.parametrize(
@@ -118,6 +131,12 @@ def test_the_text_side_knows_nothing_of_blocks(module):
 def test_the_front_reaches_the_engine_only_through_its_door():
     inner = {f"backend.{name}" for name in ENGINE if name not in ("engine", "sequence")}
     assert not imports(BACKEND / "front.py") & inner
+
+
+@pytest.mark.parametrize("module", ["trtllm", "trtllm_model"])
+def test_the_second_door_is_small(module):
+    """Its process has neither torch nor what else takes time or memory to import."""
+    assert packages(all_imports(BACKEND / f"{module}.py")) & {"torch", "pydantic"} == set()
 
 
 def test_the_client_stands_alone():

@@ -201,7 +201,7 @@ def test_prompts_under_different_salts_share_nothing():
 
 
 def test_a_hash_collision_does_not_mix_two_prompts(monkeypatch):
-    monkeypatch.setattr("backend.block_manager.xxhash.xxh3_128_digest", lambda data: b"same")
+    monkeypatch.setattr("backend.block_manager._digest", lambda data: b"same")
     manager = make_manager(6)
     computed(manager, [1, 2, 3, 4])
     assert found(manager, [1, 2, 3, 4, 5]) == [0]
@@ -251,7 +251,7 @@ def test_blocks_are_found_only_after_the_pass_that_filled_them():
     assert found(manager, range(12)) == []
     for num_computed, blocks in [(3, []), (4, [0]), (7, [0]), (9, [0, 1])]:
         sequence.num_computed_tokens = num_computed
-        manager.cache_full_blocks(sequence)
+        manager.cache_full_blocks(sequence, sequence.num_computed_tokens)
         assert found(manager, range(13)) == blocks
 
 
@@ -262,7 +262,7 @@ def test_of_equal_blocks_the_older_one_is_found():
     assert manager.allocate(second, 8)
     for sequence in (first, second):
         sequence.num_computed_tokens = 8
-        manager.cache_full_blocks(sequence)
+        manager.cache_full_blocks(sequence, sequence.num_computed_tokens)
     assert second.block_table == [2, 3]
     assert found(manager, range(9)) == [0, 1]
     assert manager.num_cached_blocks == 2

@@ -57,6 +57,7 @@ def test_request_fields_of_a_prompt():
         "return_finish_reason": True,
         "return_num_output_tokens": True,
         "return_usage": True,
+        "return_error_code": True,
         "sampling_parameters": '{"seed": 1}',
         "business_line": "search",
     }
@@ -163,7 +164,7 @@ class GrpcFake(FakeServer, service_pb2_grpc.GRPCInferenceServiceServicer):
             assert tensor.datatype == ("BOOL" if contents.bool_contents else "BYTES")
             fields[tensor.name] = values[0]
         self.requests.append(fields)
-        assert dict(context.invocation_metadata())["triton_grpc_error"] == "true"
+        assert "triton_grpc_error" not in dict(context.invocation_metadata())
         context.add_callback(self.gone.set)
         for step in self.play(context.is_active):
             if isinstance(step, GenerationError):
@@ -385,6 +386,14 @@ def test_http_status_becomes_the_code(http_fake, status, refusal, code, message)
     with pytest.raises(GenerationError) as caught:
         client.generate("Hi")
     assert (caught.value.code, caught.value.message) == (code, message)
+
+
+def test_a_code_in_the_message_becomes_the_code(fake_and_client):
+    fake, client = fake_and_client
+    fake.script = ["UNAVAILABLE: queue full: 3: try again"]
+    with pytest.raises(GenerationError) as caught:
+        client.generate("Hi")
+    assert (caught.value.code, caught.value.message) == ("UNAVAILABLE", "queue full: 3: try again")
 
 
 def test_http_connection_that_breaks(http_fake):

@@ -3,6 +3,7 @@
 import pytest
 
 from backend.config import ConfigError, EngineConfig
+from backend.repetition import RepetitionDetection
 
 
 def read(**values: str) -> EngineConfig:
@@ -25,7 +26,10 @@ def test_every_default_protects_the_server():
     assert (config.max_output_tokens, config.default_max_tokens) == (2048, 16)
     assert config.max_queue_size == 256
     assert (config.block_size, config.prefix_cache) == (16, "off")
-    assert (config.kv_cache_memory, config.kv_cache_memory_fraction) == (None, 0.5)
+    assert (config.kv_cache_memory, config.kv_cache_memory_fraction) == (None, None)
+    assert (config.kv_cache_dtype, config.cuda_graphs) == ("auto", True)
+    assert (config.repetition_detection, config.trim_blanks) == (None, False)
+    assert config.lora_modules == {}
     assert (config.device, config.dtype, config.cpu_threads) == ("auto", "auto", None)
     assert config.drain_seconds == 10.0
 
@@ -48,6 +52,14 @@ def test_every_parameter_has_a_description():
         ("kv_cache_memory_fraction", "0.9", 0.9),
         ("prefix_cache", "on", "on"),
         ("drain_seconds", "0", 0.0),
+        ("kv_cache_dtype", "int8", "int8"),
+        ("cuda_graphs", "false", False),
+        ("lora_modules", '{"one": "/one", "two": "/two"}', {"one": "/one", "two": "/two"}),
+        (
+            "repetition_detection",
+            '{"max_pattern_size": 8, "min_count": 4}',
+            RepetitionDetection(max_pattern_size=8, min_count=4),
+        ),
     ],
 )
 def test_good_values(name, text, value):
@@ -90,6 +102,9 @@ def test_memory(text, num_bytes):
         ("kv_cache_memory", "-1", "bytes such as 1073741824, 512MiB or 2GB"),
         ("kv_cache_memory", "2TiB", "bytes such as 1073741824, 512MiB or 2GB"),
         ("kv_cache_memory_fraction", "0", "greater than 0"),
+        ("repetition_detection", "{8", "should be JSON"),
+        ("lora_modules", "one=/one", "should be JSON"),
+        ("kv_cache_dtype", "fp4", "'auto', 'fp8' or 'int8'"),
         ("kv_cache_memory_fraction", "1", "less than 1"),
         ("prefix_cache", "yes", "'on' or 'off'"),
         ("drain_seconds", "-1", "greater than or equal to 0"),
@@ -98,6 +113,21 @@ def test_memory(text, num_bytes):
 def test_bad_values_are_named_with_what_is_allowed(name, text, allowed):
     message = refusal(**{name: text})
     assert message.startswith(f"config.pbtxt: parameter '{name}' can't be {text!r}. ")
+    assert allowed in message
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong", "allowed"),
+    [
+        ('["/one"]', "['/one']", "valid dictionary"),
+        ('{"one": 5}', "5", "valid string"),
+        ('{"one": ""}', "''", "at least 1 character"),
+        ('{"": "/one"}', "''", "at least 1 character"),
+    ],
+)
+def test_wrong_adapters(text, wrong, allowed):
+    message = refusal(lora_modules=text)
+    assert message.startswith(f"config.pbtxt: parameter 'lora_modules' can't be {wrong}. ")
     assert allowed in message
 
 

@@ -28,11 +28,11 @@ class FailingRunner(CountingRunner):
         self.failing_steps = failing_steps
         self.num_steps = 0
 
-    def run(self, batch):
+    def launch(self, batch):
         self.num_steps += 1
         if self.num_steps in self.failing_steps:
             raise RuntimeError("boom")
-        return super().run(batch)
+        return super().launch(batch)
 
 
 def make_engine(runner=None, **changes) -> tuple[Engine, Collector]:
@@ -40,9 +40,9 @@ def make_engine(runner=None, **changes) -> tuple[Engine, Collector]:
     return Engine(make_config(**changes), runner or CountingRunner(), collector), collector
 
 
-def submit(engine, request_id=0, max_tokens=3, prompt=(1, 2, 3)):
+def submit(engine, request_id=0, max_tokens=3, prompt=(1, 2, 3), **fields):
     engine.reserve()
-    engine.submit(make_request(prompt, max_tokens, request_id))
+    engine.submit(make_request(prompt, max_tokens, request_id, **fields))
 
 
 def step_until_idle(engine, collector, num_requests):
@@ -95,6 +95,77 @@ def test_a_reserved_place_counts_as_waiting():
     engine, _ = make_engine()
     engine.reserve()
     assert engine.stats().num_waiting == 1
+
+
+# -- overlapping steps --
+
+
+class LoggingRunner(CountingRunner):
+    """Notes when steps are launched and read."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        self.log: list[str] = []
+
+    def launch(self, batch):
+        number = sum(entry.startswith("launch") for entry in self.log)
+        self.log.append(f"launch {number}")
+        read = super().launch(batch)
+
+        def logged():
+            self.log.append(f"read {number}")
+            return read()
+
+        return logged
+
+
+def test_a_step_is_launched_before_the_one_before_it_is_read():
+    runner = LoggingRunner(overlaps=True)
+    engine, collector = make_engine(runner)
+    submit(engine, max_tokens=3)
+    step_until_idle(engine, collector, 1)
+    assert runner.log == ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "read 2"]
+    assert collector.token_ids(0) == [3, 4, 5]
+    assert collector.reasons == {0: [LENGTH]}
+
+
+def test_without_overlap_each_step_is_read_at_once():
+    runner = LoggingRunner()
+    engine, collector = make_engine(runner)
+    submit(engine, max_tokens=2)
+    step_until_idle(engine, collector, 1)
+    assert runner.log == ["launch 0", "read 0", "launch 1", "read 1"]
+
+
+def test_whoever_needs_the_history_is_sampled_with_all_of_it():
+    runner = LoggingRunner(overlaps=True)
+    engine, collector = make_engine(runner)
+    submit(engine, max_tokens=3, presence_penalty=0.5)
+    step_until_idle(engine, collector, 1)
+    assert runner.log == ["launch 0", "read 0", "launch 1", "read 1", "launch 2", "read 2"]
+
+
+def test_a_stop_token_that_is_read_late_ends_the_answer_where_it_stands():
+    engine, collector = make_engine(CountingRunner(overlaps=True))
+    submit(engine, max_tokens=8, stop_token_ids=frozenset([4]))
+    step_until_idle(engine, collector, 1)
+    assert collector.token_ids(0) == [3, 4]
+    assert collector.reasons == {0: [FinishReason.STOP]}
+    engine.step()  # reads the step that was launched too much
+    assert engine.stats().num_used_blocks == 0
+
+
+def test_a_failing_launch_ends_whom_it_had_and_the_step_before_is_read(start):
+    runner = FailingRunner(2)
+    runner.overlaps = True
+    engine, collector = start(runner)
+    submit(engine, request_id=0)
+    collector.wait_until_finished(0)
+    assert collector.reasons == {0: [ERROR]}
+    submit(engine, request_id=1, max_tokens=3)
+    collector.wait_until_finished(1)
+    assert collector.token_ids(1) == [3, 4, 5]
+    engine.scheduler.check_integrity()
 
 
 # -- submit --
@@ -248,6 +319,25 @@ def test_the_loop_goes_on_after_many_failures(start):
     assert collector.reasons == {0: [ERROR], 1: [ERROR], 2: [ERROR], 3: [LENGTH], 4: [LENGTH]}
     assert collector.token_ids(2) == [3]  # what it had before the step that failed
     assert engine.is_alive()
+
+
+class DyingRunner(CountingRunner):
+    def launch(self, batch):
+        raise KeyboardInterrupt("dead")
+
+
+def test_a_loop_that_ends_fails_all_requests_at_once(start):
+    engine, collector = start(DyingRunner(), max_num_seqs=1)
+    for i in range(3):
+        submit(engine, request_id=i)
+    collector.wait_until_finished(0, 1, 2)
+    assert collector.reasons == {i: [SHUTDOWN] for i in range(3)}
+    engine._thread.join(5)
+    assert not engine.is_alive()
+    with pytest.raises(Unavailable, match="serves nothing any more: KeyboardInterrupt"):
+        engine.reserve()
+    assert all("serves nothing any more" in output.error for output in collector.outputs)
+    assert_idle(engine)
 
 
 def test_stop_lets_running_and_queued_requests_finish():

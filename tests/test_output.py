@@ -35,7 +35,8 @@ def deltas(pieces: list[str], reason=LENGTH, **changes) -> list[tuple[str, int, 
     taken = []
     for i in range(len(pieces)):
         output.add(EngineOutput(0, tokens(i), reason if i == len(pieces) - 1 else None))
-        if (delta := output.take()) is not None:
+        if output.is_ready:
+            delta = output.take()
             taken.append((delta.text, len(delta.tokens), delta.finish_reason))
             if delta.finish_reason:
                 break
@@ -67,7 +68,7 @@ def test_outputs_that_came_meanwhile_are_merged():
     output.add(EngineOutput(0, tokens(1, 2)))
     delta = output.take()
     assert (delta.text, delta.tokens, delta.finish_reason) == ("abc", tokens(0, 1, 2), None)
-    assert output.take() is None
+    assert not output.is_ready
 
 
 def test_an_ending_without_a_token_gives_a_delta():
@@ -256,3 +257,25 @@ def test_a_hidden_stop_token_counts_as_a_token():
     output.add(EngineOutput(0, tokens(0, 1), STOP))
     delta = output.take()
     assert (len(delta.tokens), delta.usage.output_tokens) == (2, 2)
+
+
+def test_usage_of_several_answers():
+    a, b = Usage(7, 4, 2, 1.0, 20.0, 30.0), Usage(7, 7, 5, 3.0, 25.0, 60.0)
+    assert Usage.of_samples([a, b]) == Usage(7, 4, 7, 1.0, 20.0, 60.0)
+
+
+# -- blanks --
+
+
+def test_blanks_at_the_end_are_trimmed():
+    pieces = ["a", " b", "\n", " \n", "c", "  ", "\n"]
+    assert deltas(pieces, trim_blanks=True) == [
+        ("a", 1, None),
+        (" b", 1, None),
+        ("\n \nc", 3, None),
+        ("", 2, LENGTH),
+    ]
+
+
+def test_blanks_that_may_start_a_stop_string():
+    assert deltas(["a", " ", "\n", "b"], trim_blanks=True, stop=["\nc"])[-1] == (" \nb", 3, LENGTH)

@@ -54,6 +54,7 @@ def test_declared_inputs():
         "return_num_input_tokens": ("TYPE_BOOL", [1]),
         "return_num_output_tokens": ("TYPE_BOOL", [1]),
         "return_usage": ("TYPE_BOOL", [1]),
+        "return_error_code": ("TYPE_BOOL", [1]),
         "stop": ("TYPE_STRING", [-1]),
         "image": ("TYPE_STRING", [-1]),
         "embedding_request": ("TYPE_STRING", [1]),
@@ -72,6 +73,7 @@ def test_declared_outputs():
         "num_input_tokens": ("TYPE_UINT32", [1]),
         "num_output_tokens": ("TYPE_UINT32", [-1]),
         "usage": ("TYPE_STRING", [1]),
+        "prompt_logprobs": ("TYPE_STRING", [1]),
     }
 
 
@@ -339,7 +341,7 @@ class FakeTokenizer:
 
 def respond(delta: Delta, parameters: dict | str = "", **flags: bool) -> dict[str, np.ndarray]:
     request = read(parameters, **{name: flag(value) for name, value in flags.items()})
-    return response_tensors(request, delta, 3, FakeTokenizer())
+    return response_tensors(request, [delta], 3, delta.usage, FakeTokenizer())
 
 
 def test_only_the_text_unless_more_is_asked_for():
@@ -400,6 +402,20 @@ def test_logprobs_have_the_top_tokens_and_the_chosen_one():
             "9": {"logprob": -3.5, "rank": 4, "decoded_token": "<9>"},
         },
     ]
+
+
+def test_each_output_has_an_element_an_answer():
+    flags = ("finish_reason", "cumulative_logprob", "logprobs", "num_output_tokens")
+    request = read({"n": 2}, **{f"return_{name}": flag(True) for name in flags})
+    deltas = [Delta("a", TOKENS, -3.75, FinishReason.STOP), Delta("", [], -1.5)]
+    tensors = response_tensors(request, deltas, 3, None, FakeTokenizer())
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
+        "text_output": [b"a", b""],
+        "finish_reason": [b"stop", b"None"],
+        "cumulative_logprob": [-3.75, -1.5],
+        "logprobs": [b"null", b"null"],
+        "num_output_tokens": [2, 0],
+    }
 
 
 def test_logprobs_of_a_response_without_tokens():

@@ -1,13 +1,15 @@
 """Logits to token ids: on small vocabularies, with frequencies and exact sets."""
 
 import math
+from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
-from backend import sampler
-from backend.sampler import sample, uniform
+from backend.sampler import Sampler, make_keys
 from backend.sequence import SampledToken, Sequence
+from kernels import reference
 from tests.helpers import make_sequence
 
 # Token i of this vocabulary has probability PROBS[i]; the order is not that of the ids.
@@ -17,6 +19,10 @@ LOGITS = torch.tensor(PROBS).log()
 
 def drawing(seed=0, num_tokens=3, temperature=1.0, **fields) -> Sequence:
     return make_sequence([0] * num_tokens, seed=seed, temperature=temperature, **fields)
+
+
+def sample(logits, sequences: list[Sequence], masks=None) -> list[SampledToken]:
+    return Sampler().sample(logits.clone(), sequences, masks).read()
 
 
 def draw(logits, *sequences: Sequence) -> list[int]:
@@ -71,30 +77,35 @@ def test_a_greedy_row_between_drawn_ones():
 # -- random numbers --
 
 
-def test_uniform_numbers_depend_on_seed_and_position_only():
-    alone = [uniform([seed], [position])[0] for seed, position in [(7, 1), (7, 2), (8, 1)]]
-    assert uniform([7, 7, 8], [1, 2, 1]) == alone
+def test_keys_depend_on_seed_and_position_only():
+    alone = [int(make_keys([seed], [position])[0]) for seed, position in [(7, 1), (7, 2), (8, 1)]]
+    assert make_keys([7, 7, 8], [1, 2, 1]).tolist() == alone
     assert len(set(alone)) == 3
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 2**64 - 1, -(2**63)])
-def test_uniform_takes_any_seed_of_64_bits(seed):
-    numbers = uniform([seed] * 1000, list(range(1000)))
-    assert all(0 <= number < 1 for number in numbers)
-    assert len(set(numbers)) == 1000
+def test_keys_take_any_seed_of_64_bits(seed):
+    assert len(set(make_keys([seed] * 1000, list(range(1000))).tolist())) == 1000
 
 
 @pytest.mark.parametrize("by", ["seed", "position"])
-def test_uniform_numbers_are_uniform(by):
+@pytest.mark.parametrize("half", [0, 1])
+def test_keys_are_uniform_and_in_a_row_independent(by, half):
     many, one = list(range(20_000)), [3] * 20_000
-    numbers = torch.tensor(uniform(many, one) if by == "seed" else uniform(one, many))
-    assert_frequencies(torch.histc(numbers, bins=100, min=0, max=1), [0.01] * 100)
+    keys = make_keys(many, one) if by == "seed" else make_keys(one, many)
+    bits = torch.from_numpy(keys.view(np.uint32)[half::2] >> 28).long()  # the first four
+    assert_frequencies(torch.bincount(bits, minlength=16), [1 / 16] * 16)
+    pairs = bits[:-1] * 16 + bits[1:]
+    assert_frequencies(torch.bincount(pairs, minlength=256), [1 / 256] * 256)
 
 
-def test_uniform_numbers_in_a_row_are_independent():
-    numbers = torch.tensor(uniform([3] * 20_000, list(range(20_000))))
-    pairs = (numbers[:-1] * 10).long() * 10 + (numbers[1:] * 10).long()
-    assert_frequencies(torch.bincount(pairs, minlength=100), [0.01] * 100)
+@pytest.mark.parametrize("distance", [1, 2, 64, 1000])
+def test_the_noise_of_two_tokens_is_independent(distance):
+    keys = torch.from_numpy(make_keys(list(range(20_000)), [5] * 20_000))
+    noise = reference.gumbel(torch.tensor([9, 9 + distance]).int(), keys)
+    shares = (-(-noise).exp()).exp()  # uniform, by the distribution function
+    first, second = (shares * 10).long().clamp(max=9).unbind(-1)
+    assert_frequencies(torch.bincount(first * 10 + second, minlength=100), [0.01] * 100)
 
 
 NEIGHBOURS = {
@@ -130,6 +141,14 @@ def test_each_position_draws_anew():
 
 
 # -- frequencies --
+
+
+def test_rare_tokens_are_drawn_as_rarely_as_they_should_be():
+    probs = torch.tensor([0.7, 0.29869, 1e-3, 2e-4, 1e-4, 1e-5])
+    n = 2_000_000
+    keys = torch.from_numpy(make_keys(list(range(n)), [5] * n))
+    scores = probs.log() + reference.gumbel(torch.arange(6).int(), keys)
+    assert_frequencies(torch.bincount(scores.argmax(-1), minlength=6), probs)
 
 
 def test_frequencies_are_the_probabilities():
@@ -218,13 +237,6 @@ def test_top_p_counts_in_what_the_others_left_beyond_the_candidates(fields):
 # -- values at the edge of float32, all of them allowed in a request --
 
 
-@pytest.mark.parametrize("fields", [{}, dict(top_k=5), dict(top_p=0.9), dict(min_p=0.01)])
-def test_the_largest_random_number_draws_a_token(fields):
-    seed = 16670296731568547192
-    assert uniform([seed], [3]) == [1 - 2**-32]
-    assert draw(LOGITS, drawing(seed, num_tokens=3, **fields))[0] in range(6)
-
-
 @pytest.mark.parametrize("temperature", [1e-5, 1e-30, 1e-38, 1e-46])
 @pytest.mark.parametrize("fields", [{}, dict(top_p=0.9)])
 def test_a_tiny_temperature_is_greedy(temperature, fields):
@@ -244,6 +256,26 @@ def test_a_huge_top_k_cuts_nothing(top_k):
 
 def test_a_high_temperature_draws_any_token():
     assert support(LOGITS * 10, temperature=100.0) == set(range(6))
+
+
+@pytest.mark.parametrize("fields", [dict(top_k=2), dict(top_p=0.5), dict(min_p=0.9)])
+def test_equally_likely_tokens_are_left_together(fields):
+    logits = torch.tensor([1.0, 3.0, 3.0, 0.0, 3.0])
+    drawn = counts(logits, 1000, **fields)
+    assert_frequencies(drawn, [0, 1 / 3, 1 / 3, 0, 1 / 3])
+
+
+@pytest.mark.parametrize("fields", [{}, dict(top_k=5), dict(top_p=0.9999), dict(min_p=1e-9)])
+def test_impossible_tokens_are_not_drawn(fields):
+    logits = torch.tensor([-math.inf, 1.0, -math.inf, 1.5, 1.0, -math.inf])
+    assert support(logits, 500, **fields) == {1, 3, 4}
+
+
+@pytest.mark.parametrize("fields", [{}, dict(top_k=3), dict(top_p=0.9)])
+def test_probabilities_do_not_depend_on_where_the_logits_lie(fields):
+    """Up to rounding, which a distance of 2^k leaves as it is where logits have few bits."""
+    logits = torch.tensor([1.0, 3.5, 2.25, 0.5])
+    assert torch.equal(counts(logits + 64, 500, **fields), counts(logits, 500, **fields))
 
 
 # -- min_tokens --
@@ -267,11 +299,159 @@ def test_without_min_tokens_stop_tokens_are_drawn():
     assert draw(LOGITS, sequence) == [1]
 
 
-@pytest.mark.parametrize("fields", [dict(temperature=0), {}, dict(top_p=0.9)])
+@pytest.mark.parametrize("fields", [dict(temperature=0), {}, dict(top_p=0.9), dict(top_k=3)])
 def test_with_every_token_forbidden_some_token_is_drawn(fields):
     """A request can name the whole vocabulary; it must not end the others' step."""
     sequence = drawing(min_tokens=1, stop_token_ids=frozenset(range(6)), **fields)
     assert draw(LOGITS, sequence)[0] in range(6)
+
+
+# -- what a request changes in its logits --
+
+
+def adjusted(logits, *sequences: Sequence, masks=None) -> torch.Tensor:
+    """The logits that tokens are drawn from, one row for each of the sequences."""
+    logits = logits.repeat(len(sequences), 1)
+    Sampler().sample(logits, list(sequences), masks)
+    return logits
+
+
+def with_output(output: list[int], prompt=(0, 0, 0), **fields) -> Sequence:
+    sequence = make_sequence(prompt, max_tokens=len(output) + 1, **fields)
+    sequence.token_ids += output
+    return sequence
+
+
+def differences(logits, sequence: Sequence) -> dict[int, float]:
+    changes = (adjusted(logits, sequence)[0] - logits).tolist()
+    return {i: change for i, change in enumerate(changes) if change}
+
+
+def test_greedy_rows_are_adjusted_too():
+    assert draw(LOGITS, drawing(temperature=0, logit_bias=((4, 3.0),))) == [4]
+    assert draw(LOGITS, drawing(temperature=0, bad_words=((1,),))) == [3]
+    assert draw(LOGITS, drawing(temperature=0, allowed_token_ids=(0, 2))) == [0]
+
+
+def test_logit_bias():
+    changes = differences(torch.zeros(6), with_output([], logit_bias=((0, 1.5), (5, -100.0))))
+    assert changes == {0: 1.5, 5: -100.0}
+
+
+def test_allowed_token_ids():
+    rows = adjusted(
+        LOGITS,
+        with_output([], allowed_token_ids=(0, 5, 5)),
+        with_output([]),
+        with_output([], allowed_token_ids=(3,)),
+    )
+    assert rows.isfinite().tolist() == [
+        [True, False, False, False, False, True],
+        [True] * 6,
+        [False, False, False, True, False, False],
+    ]
+    assert torch.equal(rows[rows.isfinite()], torch.cat((LOGITS[[0, 5]], LOGITS, LOGITS[[3]])))
+
+
+@pytest.mark.parametrize(
+    ("output", "forbidden"),
+    [
+        ([], {2}),
+        ([4], {2, 5}),
+        ([5], {2}),
+        ([3, 4], {2, 5}),
+        ([1, 3, 4], {0, 2, 5}),
+        ([4, 1], {2}),
+        ([0, 0], {2, 3}),
+    ],
+)
+def test_bad_words(output, forbidden):
+    """As in vLLM, what comes before the last token must stand in the output, not the prompt."""
+    words = ((2,), (4, 5), (1, 3, 4, 0), (0, 0, 3))
+    sequence = with_output(output, prompt=[0, 0, 4], bad_words=words)
+    assert set(differences(torch.zeros(6), sequence)) == forbidden
+
+
+def test_a_mask():
+    """Token i is bit i % 32 of word i // 32; the topmost bit makes a word negative."""
+    logits = torch.zeros(70)
+    masks = torch.tensor([[1 << 5, -(1 << 31), 1], [-1, -1, -1]], dtype=torch.int32)
+    rows = adjusted(logits, with_output([]), with_output([]), masks=masks)
+    assert rows[0].isfinite().nonzero().flatten().tolist() == [5, 63, 64]
+    assert rows[1].isfinite().all()
+
+
+def test_what_is_forbidden_in_several_ways():
+    """None of which brings back what another forbade."""
+    sequence = with_output(
+        [4],
+        allowed_token_ids=(0, 1, 4, 5),
+        bad_words=((1,), (4, 1)),
+        min_tokens=2,
+        stop_token_ids=frozenset({1, 5}),
+        logit_bias=((1, 50.0), (2, 50.0), (4, 1.0)),
+        repetition_penalty=2.0,
+    )
+    assert adjusted(torch.zeros(6), sequence)[0].isfinite().nonzero().flatten().tolist() == [0, 4]
+
+
+def test_a_pending_token_counts_for_min_tokens():
+    sequence = with_output([0], min_tokens=2, stop_token_ids=frozenset({1}))
+    assert set(differences(torch.zeros(6), sequence)) == {1}
+    sequence.num_pending_tokens = 1
+    assert not differences(torch.zeros(6), sequence)
+
+
+def test_penalties_come_after_logit_bias():
+    """2 - 3 = -1, of which a repetition penalty of 2 makes -2, and not 2 / 2 - 3."""
+    sequence = with_output([4], logit_bias=((4, -3.0),), repetition_penalty=2.0, prompt=[1])
+    assert adjusted(torch.full((6,), 2.0), sequence)[0].tolist() == [2, 1, 2, 2, -2, 2]
+
+
+def penalised(logits, sequence: Sequence) -> list[float]:
+    """vLLM's formula for one token after the other."""
+    request = sequence.request
+    seen = set(sequence.token_ids)
+    in_output = Counter(sequence.token_ids[sequence.num_prompt_tokens :])
+    expected = logits.tolist()
+    for token_id in seen:
+        x, r = expected[token_id], request.repetition_penalty
+        expected[token_id] = x / r if x > 0 else x * r
+    for token_id, count in in_output.items():
+        expected[token_id] -= request.frequency_penalty * count + request.presence_penalty
+    return expected
+
+
+PENALTIES = [
+    dict(repetition_penalty=1.3),
+    dict(presence_penalty=0.7),
+    dict(frequency_penalty=-0.4),
+    dict(repetition_penalty=0.8, presence_penalty=-1.0, frequency_penalty=0.5),
+    dict(),
+]
+
+
+def test_penalties_from_step_to_step():
+    """Tokens are counted as they come; who misses a step, as a preempted one does, is recounted."""
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(0)) * 3
+    sampler = Sampler()
+    everyone = [make_sequence([1, 2, 2, 30 + i], 9, **p) for i, p in enumerate(PENALTIES)]
+    for step in range(9):
+        batch = [sequence for i, sequence in enumerate(everyone) if (step + i) % 4]
+        rows = logits.repeat(len(batch), 1)
+        tokens = sampler.sample(rows, batch).read()
+        for sequence, row, token in zip(batch, rows, tokens, strict=True):
+            assert row.tolist() == pytest.approx(penalised(logits, sequence), rel=1e-5)
+            sequence.token_ids.append(token.token_id if step % 2 else 2)
+
+
+def test_a_frequency_penalty_ends_repetition():
+    sequence = make_sequence([0], max_tokens=30, frequency_penalty=0.5)
+    sampler = Sampler()
+    for _ in range(30):
+        [token] = sampler.sample(LOGITS[None].clone(), [sequence]).read()
+        sequence.token_ids.append(token.token_id)
+    assert min(Counter(sequence.token_ids[1:])[i] for i in range(6)) >= 1
 
 
 # -- logprobs --
@@ -335,4 +515,12 @@ def test_some_rows_with_logprobs_and_some_without():
 
 def test_the_candidates_are_fewer_than_the_flat_vocabulary():
     """Or else the tests above do not reach what they are for."""
-    assert sampler._CANDIDATES < 1200 < FLAT_SIZE
+    assert reference._NUM_CANDIDATES < 1200 < FLAT_SIZE
+
+
+def test_log_probabilities_are_taken_before_anything_changes_the_logits():
+    fields = dict(logit_bias=((0, 9.0),), bad_words=((1,),), presence_penalty=1.0)
+    token_id, logprobs = sampled(LOGITS, drawing(temperature=0, num_logprobs=1, **fields))[0]
+    assert token_id == 0
+    assert logprobs.logprob == pytest.approx(math.log(0.05), abs=1e-6)
+    assert [i for i, _ in logprobs.top] == [1]

@@ -3,6 +3,7 @@
 import pytest
 
 from backend.errors import InvalidArgument, Unsupported
+from backend.repetition import RepetitionDetection
 from backend.sampling_params import SamplingParams
 
 
@@ -19,6 +20,12 @@ def test_defaults():
         "top_k": 0,
         "top_p": 1.0,
         "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "logit_bias": {},
+        "allowed_token_ids": None,
+        "bad_words": [],
         "seed": None,
         "max_tokens": None,
         "min_tokens": 0,
@@ -27,7 +34,13 @@ def test_defaults():
         "include_stop_str_in_output": False,
         "ignore_eos": False,
         "logprobs": None,
+        "prompt_logprobs": None,
+        "lora_name": None,
         "skip_special_tokens": True,
+        "truncate_prompt_tokens": None,
+        "priority": 0,
+        "repetition_detection": None,
+        "trim_blanks": None,
     }
 
 
@@ -35,7 +48,18 @@ def test_defaults():
     ("name", "value", "parsed"),
     [
         ("n", 1, 1),
-        ("n", "1", 1),
+        ("n", "4", 4),
+        ("presence_penalty", "-2", -2.0),
+        ("frequency_penalty", 2, 2.0),
+        ("repetition_penalty", "1.1", 1.1),
+        ("logit_bias", {"5": -100, "7": "1.5"}, {5: -100.0, 7: 1.5}),
+        ("allowed_token_ids", [1, "2"], [1, 2]),
+        ("bad_words", "no", ["no"]),
+        ("bad_words", ["no", "never ever"], ["no", "never ever"]),
+        ("truncate_prompt_tokens", -1, -1),
+        ("priority", "-3", -3),
+        ("trim_blanks", "true", True),
+        ("lora_name", "one", "one"),
         ("temperature", 0, 0.0),
         ("temperature", "0.7", 0.7),
         ("temperature", 100, 100.0),
@@ -82,7 +106,19 @@ def test_null_is_as_if_it_were_not_there(name):
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
-        ("n", 2, "less than or equal to 1"),
+        ("presence_penalty", 2.1, "less than or equal to 2"),
+        ("frequency_penalty", -2.1, "greater than or equal to -2"),
+        ("frequency_penalty", True, "number, not a boolean"),
+        ("repetition_penalty", 0, "greater than 0"),
+        ("logit_bias", [1], "valid dictionary"),
+        ("allowed_token_ids", [], "at least 1 item"),
+        ("allowed_token_ids", 5, "valid list"),
+        ("bad_words", {"a": 1}, "valid list"),
+        ("truncate_prompt_tokens", -2, "greater than or equal to -1"),
+        ("priority", 2**31, "less than 2147483648"),
+        ("priority", "high", "valid integer"),
+        ("trim_blanks", "some", "valid boolean"),
+        ("lora_name", 5, "valid string"),
         ("n", 0, "greater than or equal to 1"),
         ("temperature", -0.1, "greater than or equal to 0"),
         ("temperature", 100.5, "less than or equal to 100"),
@@ -130,12 +166,36 @@ def test_bad_values_are_named_with_what_is_allowed(name, value, allowed):
         ("stop", ["a", 5], "5"),
         ("stop_token_ids", [1, "a"], "'a'"),
         ("stop_token_ids", [1, True], "True"),
+        ("allowed_token_ids", [1, "a"], "'a'"),
+        ("logit_bias", {"5": "much"}, "'much'"),
+        ("logit_bias", {"five": 1}, "'five'"),
+        ("repetition_detection", {"max_pattern_size": -1}, "-1"),
+        ("repetition_detection", {"max_pattern_size": 4, "min_count": 1}, "1"),
+        ("repetition_detection", {"size": 4}, "4"),
     ],
 )
 def test_of_a_list_the_bad_element_is_named(name, values, wrong):
     assert refusal(**{name: values}).startswith(
         f"sampling parameter '{name}': {wrong} is not allowed. "
     )
+
+
+def test_an_empty_bad_word_is_refused():
+    assert refusal(bad_words=["a", " "]) == "sampling parameter 'bad_words': a word can't be empty"
+
+
+def test_truncating_to_nothing_is_refused():
+    assert refusal(truncate_prompt_tokens=0) == (
+        "sampling parameter 'truncate_prompt_tokens': 0 is not allowed; it is -1 or at least 1"
+    )
+
+
+def test_repetition_detection():
+    given = {"max_pattern_size": 8, "min_count": "3"}
+    parsed = SamplingParams.parse({"repetition_detection": given}).repetition_detection
+    assert parsed == RepetitionDetection(max_pattern_size=8, min_pattern_size=1, min_count=3)
+    wrong = {"max_pattern_size": 2, "min_pattern_size": 3}
+    assert "min_pattern_size (3) should be at most" in refusal(repetition_detection=wrong)
 
 
 def test_an_empty_stop_string_is_refused():
@@ -151,9 +211,11 @@ def test_min_tokens_beyond_max_tokens_is_refused():
 
 def test_an_unknown_parameter_is_named_with_the_known_ones():
     assert refusal(max_token=5) == (
-        "unknown sampling parameter 'max_token'; known are: ignore_eos, "
-        "include_stop_str_in_output, logprobs, max_tokens, min_p, min_tokens, n, seed, "
-        "skip_special_tokens, stop, stop_token_ids, temperature, top_k, top_p"
+        "unknown sampling parameter 'max_token'; known are: allowed_token_ids, bad_words, "
+        "frequency_penalty, ignore_eos, include_stop_str_in_output, logit_bias, logprobs, "
+        "lora_name, max_tokens, min_p, min_tokens, n, presence_penalty, priority, "
+        "prompt_logprobs, repetition_detection, repetition_penalty, seed, skip_special_tokens, "
+        "stop, stop_token_ids, temperature, top_k, top_p, trim_blanks, truncate_prompt_tokens"
     )
 
 
@@ -164,19 +226,9 @@ def test_a_huge_value_does_not_make_a_huge_message():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", "0.5"),
-        ("repetition_penalty", 1.1),
         ("best_of", 2),
-        ("logit_bias", {"5": 1.0}),
-        ("allowed_token_ids", [1]),
-        ("bad_words", ["x"]),
         ("structured_outputs", {"regex": "a"}),
         ("guided_decoding", {"regex": "a"}),
-        ("priority", 1),
-        ("prompt_logprobs", 1),
-        ("truncate_prompt_tokens", 5),
-        ("lora_name", "x"),
     ],
 )
 def test_parameters_of_vllm_that_are_not_built_yet(name, value):

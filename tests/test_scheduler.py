@@ -3,6 +3,7 @@
 import pytest
 
 from backend.block_manager import BlockManager
+from backend.repetition import RepetitionDetection
 from backend.scheduler import Scheduler
 from backend.sequence import FinishReason, SampledToken, SequenceStatus
 from tests.helpers import make_sequence
@@ -25,8 +26,9 @@ def add(scheduler, *sequences):
 def step(scheduler, token_id=CONTENT):
     """One step: (what it computed, its outputs)."""
     batch = scheduler.schedule()
-    planned = [(sequence.request_id, num_new) for sequence, num_new in batch]
+    planned = [(s.sequence.request_id, s.num_new_tokens) for s in batch]
     sampled = [SampledToken(token_id, None) for scheduled in batch if scheduled.samples]
+    scheduler.advance(batch)
     outputs = scheduler.update(batch, sampled)
     scheduler.check_integrity()
     return planned, outputs
@@ -95,6 +97,7 @@ def test_each_token_goes_to_its_own_sequence():
     scheduler = make_scheduler()
     add(scheduler, make_sequence(range(5), request_id=0), make_sequence(range(1), request_id=1))
     batch = scheduler.schedule()
+    scheduler.advance(batch)
     outputs = scheduler.update(batch, [SampledToken(10, None), SampledToken(20, None)])
     assert {o.request_id: o.tokens[0].token_id for o in outputs} == {1: 10, 0: 20}
     assert [s.token_ids[-1] for s in scheduler.running] == [20, 10]
@@ -345,3 +348,64 @@ def test_the_time_of_the_first_admission_is_kept_through_preemption():
     assert second.num_preemptions == 1
     assert second.status is SequenceStatus.RUNNING
     assert second.scheduled_time == admitted
+
+
+# -- loops --
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fields", "found"),
+    [
+        ([7, 7, 7], dict(max_pattern_size=1, min_count=3), True),
+        ([7, 7], dict(max_pattern_size=1, min_count=3), False),
+        ([7, 7, 7, 8], dict(max_pattern_size=1, min_count=3), False),
+        ([1, 2, 1, 2], dict(max_pattern_size=2), True),
+        ([2, 1, 2], dict(max_pattern_size=2), False),
+        ([1, 2, 1, 2], dict(max_pattern_size=1), False),
+        ([5, 5, 1, 2, 3, 1, 2, 3], dict(max_pattern_size=4), True),
+        ([1, 2, 3, 1, 3, 3], dict(max_pattern_size=4, min_pattern_size=2), False),
+        ([7, 7, 7, 7], dict(max_pattern_size=4, min_pattern_size=3), False),
+        ([7] * 6, dict(max_pattern_size=4, min_pattern_size=3), True),
+        ([7, 7, 7], dict(max_pattern_size=0), False),
+    ],
+)
+def test_a_loop_ends_the_answer(tokens, fields, found):
+    detection = RepetitionDetection(**fields)
+    prompt = [7, 7, 7, 7, 7, 7]  # which does not count
+    assert detection.found_in(prompt + tokens, len(prompt)) is found
+    sequence = make_sequence(prompt, 50, repetition_detection=detection)
+    sequence.token_ids += tokens
+    assert sequence.finish_reason() == ("repetition" if found else None)
+
+
+# -- forks and priorities --
+
+
+def test_a_fork_starts_with_the_blocks_of_its_leader_s_prompt():
+    scheduler = make_scheduler(block_size=4, max_num_batched_tokens=8)
+    leader = make_sequence(range(10), request_id=0)
+    forks = [make_sequence(range(10), request_id=i, fork_of=0) for i in (1, 2)]
+    add(scheduler, leader, *forks)
+    assert plans(scheduler, 2) == [[(0, 8)], [(0, 2)]]
+    assert plans(scheduler, 1) == [[(0, 1), (1, 2), (2, 2)]]
+    tables = [s.block_table for s in (leader, *forks)]
+    assert [table[:2] for table in tables] == [[0, 1]] * 3
+    assert len({table[2] for table in tables}) == 3
+    assert [s.num_cached_tokens for s in forks] == [8, 8]
+
+
+def test_a_fork_of_what_has_ended_computes_its_prompt():
+    scheduler = make_scheduler(block_size=4)
+    add(scheduler, make_sequence(range(8), request_id=0))
+    add(scheduler, make_sequence(range(8), request_id=1, fork_of=0))
+    scheduler.end(0, FinishReason.CANCELLED)
+    scheduler.check_integrity()
+    assert plans(scheduler, 1) == [[(1, 8)]]
+
+
+def test_the_smaller_priority_is_admitted_first():
+    scheduler = make_scheduler(max_num_seqs=1)
+    for request_id, priority in enumerate([0, 5, -1, 0]):
+        sequence = make_sequence(range(3), 1, request_id=request_id, priority=priority)
+        add(scheduler, sequence)
+    assert plans(scheduler, 4) == [[(2, 3)], [(0, 3)], [(3, 3)], [(1, 3)]]

@@ -52,27 +52,28 @@ class FakeModel:
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
         self._kv: dict[int, list[int | None]] = {}  # block id -> its slots
+        self._last: dict[Sequence, int] = {}  # what the last step sampled
 
-    def run(self, batch: list[ScheduledSequence]) -> list[SampledToken]:
-        for sequence, num_new in batch:
-            start = sequence.num_computed_tokens
-            for position in range(start, start + num_new):
+    def launch(self, batch: list[ScheduledSequence]) -> list[SampledToken]:
+        for sequence, start, end, _ in batch:
+            for position in range(start, end):
                 self._write(sequence, position)
-        ends = [
-            (sequence, sequence.num_computed_tokens + num_new - 1) for sequence, num_new in batch
-        ]
-        return [
-            SampledToken(next_token(self._read(sequence, end)), None)
-            for sequence, end in ends
-            if end == sequence.num_tokens - 1
-        ]
+        sampled = {
+            sequence: next_token(self._read(sequence, end - 1))
+            for sequence, _, end, samples in batch
+            if samples
+        }
+        self._last = sampled
+        return [SampledToken(token_id, None) for token_id in sampled.values()]
 
     def _write(self, sequence: Sequence, position: int) -> None:
         block_id, slot = self._place(sequence, position)
         assert self._manager.blocks[block_id].ref_count == 1, "written to a shared block"
         before = self._read(sequence, position - 1)
         slots = self._kv.setdefault(block_id, [None] * self._manager.block_size)
-        slots[slot] = kv_of(before, sequence.token_ids[position])
+        known = position < len(sequence.token_ids)
+        token_id = sequence.token_ids[position] if known else self._last[sequence]
+        slots[slot] = kv_of(before, token_id)
 
     def _read(self, sequence: Sequence, position: int) -> int:
         if position < 0:
@@ -94,12 +95,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         spare_budget=st.integers(0, 8),
         prefix_cache=st.booleans(),
+        overlap=st.booleans(),  # whether a step is launched before the one before it is read
     )
-    def start(self, block_size, num_tokens, max_num_seqs, spare_budget, prefix_cache):
+    def start(self, block_size, num_tokens, max_num_seqs, spare_budget, prefix_cache, overlap):
         self.manager = BlockManager(num_tokens // block_size, block_size, prefix_cache)
         self.budget = max_num_seqs + spare_budget
         self.scheduler = Scheduler(self.manager, max_num_seqs, self.budget)
         self.model = FakeModel(self.manager)
+        self.overlap = overlap
+        self.in_flight: tuple[list[ScheduledSequence], list[SampledToken]] | None = None
         self.num_tokens = num_tokens
         self.requests: list[EngineRequest] = []
         self.tokens: list[list[int]] = []  # of each request, by its id
@@ -112,9 +116,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 10),
         stop_token_ids=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=2),
         salt=st.sampled_from(SALTS),
+        priority=st.sampled_from([0, 0, 0, -1, 1]),
+        fork=st.booleans(),
     )
-    def add(self, prompt, parent, max_tokens, stop_token_ids, salt):
-        if parent is not None and self.requests:  # the next turn of a conversation
+    def add(self, prompt, parent, max_tokens, stop_token_ids, salt, priority, fork):
+        fork_of = None
+        if fork and parent is not None and self.requests:  # another answer to the same prompt
+            fork_of = parent % len(self.requests)
+            if self.requests[fork_of].fork_of is not None:
+                fork_of = self.requests[fork_of].fork_of
+            earlier = self.requests[fork_of]
+            prompt, salt = earlier.prompt_token_ids, earlier.cache_salt
+        elif parent is not None and self.requests:  # the next turn of a conversation
             parent %= len(self.requests)
             earlier = self.requests[parent]
             prompt = [*earlier.prompt_token_ids, *self.tokens[parent], *prompt[:2]]
@@ -125,6 +138,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens,
             stop_token_ids=frozenset(stop_token_ids),
             cache_salt=salt,
+            priority=priority,
+            fork_of=fork_of,
         )
         if request.max_kv_tokens > self.num_tokens:
             return  # refused by the engine
@@ -150,10 +165,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.running)
     @rule()
     def fail_a_step(self):
-        """As the engine does it: the running sequences end, the waiting ones stay."""
+        """As the engine does it: whom the step takes with it end, the waiting ones stay."""
         self.scheduler.schedule()
-        for sequence in list(self.scheduler.running):
-            self._take(self.scheduler.end(sequence.request_id, FinishReason.ERROR, "failed"))
+        self.in_flight = None
+        for request_id in self.scheduler.ids_in_step():
+            self._take(self.scheduler.end(request_id, FinishReason.ERROR, "failed"))
 
     @invariant()
     def bookkeeping_agrees(self):
@@ -166,14 +182,18 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def first_come_first_served(self):
-        assert self.admitted == sorted(self.admitted)
+        """Among those of one priority; forks also wait for another's prompt."""
+        for priority in (-1, 0, 1):
+            ids = [i for i in self.admitted if self.requests[i].priority == priority]
+            ids = [i for i in ids if self.requests[i].fork_of is None]
+            assert ids == sorted(ids)
 
     def teardown(self):
         if not hasattr(self, "scheduler"):
             return
         # In every step the first running sequence gets on by a token, and it is never preempted.
         bound = sum(self.requests[i].max_kv_tokens for i in self.scheduler.unfinished_ids())
-        for _ in range(bound):
+        for _ in range(bound + 1):
             self._step()
             self.scheduler.check_integrity()
         assert not self.scheduler.has_unfinished()
@@ -184,22 +204,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = list(self.scheduler.running)
         batch = self.scheduler.schedule()
         self._check_batch(batch, running)
-        sampled = self.model.run(batch)
-        self._take(self.scheduler.update(batch, sampled))
+        before, self.in_flight = self.in_flight, (batch, self.model.launch(batch))
+        self.scheduler.advance(batch)
+        if before:
+            self._take(self.scheduler.update(*before))
+        if not self.overlap:
+            self._take(self.scheduler.update(*self.in_flight))
+            self.in_flight = None
 
     def _check_batch(self, batch: list[ScheduledSequence], running: list[Sequence]) -> None:
-        scheduled = [sequence for sequence, _ in batch]
+        scheduled = [s.sequence for s in batch]
         assert len(set(map(id, scheduled))) == len(scheduled)
-        assert set(map(id, scheduled)) == set(map(id, self.scheduler.running))
-        new_tokens = [num_new for _, num_new in batch]
+        now_running = self.scheduler.running
+        assert set(scheduled) == {s for s in now_running if s.num_tokens_to_compute}
+        new_tokens = [s.num_new_tokens for s in batch]
         assert sum(new_tokens) <= self.budget
         assert all(num_new >= 1 for num_new in new_tokens)
         assert [n > 1 for n in new_tokens] == sorted(n > 1 for n in new_tokens)
-        preempted = [s for s in running if s not in scheduled]
-        assert preempted == list(self.scheduler.waiting)[: len(preempted)], "order of the queue"
+        preempted = [s for s in running if s not in now_running]
+        assert set(preempted) <= set(self.scheduler.waiting)
         assert preempted == running[len(running) - len(preempted) :], "the latest are victims"
-        assert not running[:1] or running[0] in scheduled
-        running_ids = [s.request_id for s in self.scheduler.running]
+        assert not running[:1] or running[0] in now_running
+        running_ids = [s.request_id for s in now_running]
         self.admitted += [i for i in running_ids if i not in self.admitted]
 
     def _take(self, outputs: list[EngineOutput]) -> None:

@@ -4,14 +4,17 @@ Knows tokens, positions and the cache's tensors; nothing of sequences, requests 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from backend.models.config import ModelConfig
+from backend.models.lora import LoraRows, LoraWeights, add_lora, read_adapter, stack
 from kernels import (
     AttentionMetadata,
+    KVCache,
     add_rms_norm,
     attention,
     linear,
@@ -67,12 +70,16 @@ class LlamaModel:
         self,
         input_ids: Tensor,  # [num_tokens] int64
         positions: Tensor,  # [num_tokens] int64
-        kv_caches: Sequence[Tensor],  # a layer: [2, num_blocks, block_size, num_kv_heads, head_dim]
+        kv_caches: Sequence[KVCache],  # one a layer
         metadata: AttentionMetadata,
+        lora: LoraRows | None = None,
     ) -> Tensor:
         """One step over the tokens of all sequences; writes their keys and values to the caches.
 
         To be called under `torch.inference_mode`.
+
+        Args:
+            lora: The tokens that each loaded adapter changes, where there are any.
 
         Returns:
             [num_tokens, hidden], the final norm applied.
@@ -84,15 +91,34 @@ class LlamaModel:
         # Each addition to the residual stream is fused with the norm of whoever reads it next.
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
         for layer, kv_cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
-            x = layer.attend(x, cos, sin, kv_cache, metadata)
+            x = layer.attend(x, cos, sin, kv_cache, metadata, lora)
             x, residual = add_rms_norm(x, residual, layer.post_attention_norm, eps)
-            x = layer.feed_forward(x)
+            x = layer.feed_forward(x, lora)
             x, residual = add_rms_norm(x, residual, next_norm, eps)
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] out of `forward` -> [n, vocab_size] float32."""
         return linear(hidden, self.lm_head).float()
+
+    def load_adapter(self, name: str, directory: Path) -> None:
+        """Load a LoRA adapter that PEFT has stored; `forward` is told which tokens it changes.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: it is damaged, not supported, or not for this model.
+        """
+        linears = [part for layer in self.layers for part in layer.linears]
+        shapes = {
+            projection: (out_features, part.in_features)
+            for part in linears
+            for projection, out_features in part.parts.items()
+        }
+        adapter = read_adapter(directory, shapes)
+        for part in linears:
+            if (weights := stack(part.parts, adapter)) is not None:
+                a, b = (pack_linear(weight.to(self.device, self.dtype)) for weight in weights)
+                part.adapters[name] = LoraWeights(a, b)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy each weight to its place, converting its dtype and moving it to the device."""
@@ -166,33 +192,33 @@ class _DecoderLayer:
         self.o_proj = stacked(q_size, {"self_attn.o_proj": hidden}, config.o_bias)
         self.gate_up_proj = stacked(hidden, gate_up, config.mlp_bias)
         self.down_proj = stacked(intermediate, {"mlp.down_proj": hidden}, config.mlp_bias)
-        self._linears = (self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj)
+        self.linears = (self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj)
 
     def attend(
         self,
         x: Tensor,  # [num_tokens, hidden]
         cos: Tensor,  # [num_tokens, head_dim // 2] float32
         sin: Tensor,  # [num_tokens, head_dim // 2] float32
-        kv_cache: Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_dim]
+        kv_cache: KVCache,
         metadata: AttentionMetadata,
+        lora: LoraRows | None,
     ) -> Tensor:
         """Self-attention -> [num_tokens, hidden]."""
         config = self.config
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
-        qkv = self.qkv_proj(x).view(-1, num_heads + 2 * num_kv_heads, config.head_dim)
+        qkv = self.qkv_proj(x, lora).view(-1, num_heads + 2 * num_kv_heads, config.head_dim)
+        qk_norm = None
         if self.q_norm is not None and self.k_norm is not None:
-            q, k, _ = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-            q.copy_(rms_norm(q, self.q_norm, config.rms_norm_eps))
-            k.copy_(rms_norm(k, self.k_norm, config.rms_norm_eps))
-        q = rope_and_cache(qkv, cos, sin, kv_cache, metadata.slot_mapping)
+            qk_norm = (self.q_norm, self.k_norm, config.rms_norm_eps)
+        q = rope_and_cache(qkv, cos, sin, kv_cache, metadata.slot_mapping, qk_norm)
         # [num_tokens, num_heads, head_dim]
         out = attention(q, kv_cache, metadata, config.head_dim**-0.5, config.sliding_window)
-        return self.o_proj(out.flatten(1))
+        return self.o_proj(out.flatten(1), lora)
 
-    def feed_forward(self, x: Tensor) -> Tensor:
+    def feed_forward(self, x: Tensor, lora: LoraRows | None) -> Tensor:
         """down(silu(gate(x)) * up(x)). [num_tokens, hidden] -> [num_tokens, hidden]."""
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        return self.down_proj(silu_and_mul(self.gate_up_proj(x, lora)), lora)
 
     def places(self) -> Iterator[tuple[str, Tensor]]:
         """(name in transformers, where it goes) of each weight."""
@@ -201,16 +227,17 @@ class _DecoderLayer:
         if self.q_norm is not None and self.k_norm is not None:
             yield f"{self.name}.self_attn.q_norm.weight", self.q_norm
             yield f"{self.name}.self_attn.k_norm.weight", self.k_norm
-        for part in self._linears:
+        for part in self.linears:
             yield from part.places()
 
     def pack(self) -> None:
-        for part in self._linears:
+        for part in self.linears:
             part.weight = pack_linear(part.weight)
 
 
 class _Linear:
-    """x @ weight.T + bias, with the rows of one or more of the checkpoint's projections stacked.
+    """x @ weight.T + bias, with the rows of one or more of the checkpoint's projections stacked,
+    and what adapters add to it.
 
     Args:
         parts: name in transformers -> out_features of each, in the order of stacking.
@@ -224,14 +251,19 @@ class _Linear:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.in_features = in_features
         self.parts = parts
+        self.adapters: dict[str, LoraWeights] = {}
         out_features = sum(parts.values())
         self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, lora: LoraRows | None) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features]."""
-        return linear(x, self.weight, self.bias)
+        out = linear(x, self.weight, self.bias)
+        if lora:
+            add_lora(out, x, self.adapters, lora)
+        return out
 
     def places(self) -> Iterator[tuple[str, Tensor]]:
         """(name in transformers, its rows) of each weight and bias. Only before packing."""

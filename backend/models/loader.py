@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from backend.models.config import ModelConfig, as_token_ids
-from backend.models.gguf_file import GGUFFile
 
 _PACKAGE = "package:"
 _CONFIG = "config.json"
@@ -56,6 +55,8 @@ def load_config(path: Path) -> ModelConfig:
     if path.is_dir():
         hf_config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         return ModelConfig.from_hf(hf_config, _generation_eos_token_ids(path))
+    from backend.models.gguf_file import GGUFFile  # the only one that needs the package gguf
+
     file = GGUFFile(path)
     config = ModelConfig.from_hf(file.hf_config())
     if (factors := file.rope_factors()) is not None:
@@ -74,6 +75,8 @@ def load_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
         FileNotFoundError: a shard that the index names is missing.
     """
     if path.is_file():
+        from backend.models.gguf_file import GGUFFile
+
         yield from GGUFFile(path).weights()
         return
     for shard in _shards(path):

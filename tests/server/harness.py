@@ -16,6 +16,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import InferResult, model_config_pb2, service_pb2, service_pb2_grpc
 
 from backend.serve import ROOT
+from client.types import GenerationError
 
 CONFIG = (ROOT / "model_repository/smollm2/config.pbtxt").read_text()
 
@@ -96,15 +97,14 @@ class Response:
 class Stream:
     """A gRPC stream with one request on it.
 
-    Made of tritonclient's stub and not of its `start_stream`: with errors that carry a code
-    (`triton_grpc_error`), Triton Server 2.51 crashes at times when a stream that it has ended is
-    still open at the client's side. Here that side is closed behind the request.
+    Made of tritonclient's stub and not of its `start_stream`, so that a test has no thread to
+    wait for. Without `triton_grpc_error`, with which Triton Server 2.51 crashes at times.
     """
 
     def __init__(self, url: str, request: service_pb2.ModelInferRequest) -> None:
         self._channel = grpc.insecure_channel(url)
         self._call = service_pb2_grpc.GRPCInferenceServiceStub(self._channel).ModelStreamInfer(
-            iter([request]), metadata=[("triton_grpc_error", "true")], timeout=120
+            iter([request]), timeout=120
         )
 
     def cancel(self) -> None:
@@ -116,7 +116,8 @@ class Stream:
         except grpc.RpcError:
             return Response({}, True, self._call.code().name, self._call.details())
         if message.error_message:
-            return Response({}, True, "", message.error_message)
+            error = GenerationError.from_message(message.error_message, "")
+            return Response({}, True, error.code, error.message)
         result = InferResult(message.infer_response)
         final = message.infer_response.parameters["triton_final_response"].bool_param
         names = [output.name for output in message.infer_response.outputs]
@@ -148,6 +149,7 @@ def send(
     **tensors: Any,
 ) -> Stream:
     """Send one request on a gRPC stream of its own; tensors are bools, texts or lists of texts."""
+    tensors.setdefault("return_error_code", True)
     if text is not None:
         tensors["text_input"] = text
     if sampling is not None:

@@ -63,7 +63,12 @@ def test_tensors(server, text, tensors, words):
         ({"stop_token_ids": [10**9]}, ["stop_token_ids", str(10**9)]),
         ({"min_tokens": 9, "max_tokens": 8}, ["min_tokens", "9", "8"]),
         ({"ignore_eos": "maybe"}, ["ignore_eos", "maybe"]),
-        ({"n": 2}, ["'n'", "2"]),
+        ({"n": 0}, ["'n'", "0"]),
+        ({"n": 65}, ["'n'", "65", "64"]),
+        ({"presence_penalty": 3}, ["presence_penalty", "3", "2"]),
+        ({"logit_bias": {"99999": 1}}, ["logit_bias", "99999", "49151"]),
+        ({"allowed_token_ids": [-1]}, ["allowed_token_ids", "-1"]),
+        ({"repetition_detection": {"min_count": 0}}, ["repetition_detection", "0"]),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -87,9 +92,9 @@ def test_not_supported(server, tensors):
 
 
 def test_not_supported_yet(server):
-    status, message = error_of(server, PROMPT, sampling={"presence_penalty": 0.5})
+    status, message = error_of(server, PROMPT, sampling={"best_of": 3})
     assert status == "UNIMPLEMENTED"
-    assert "presence_penalty" in message
+    assert "best_of" in message
 
 
 @pytest.mark.parametrize("over", [-1, 0, 1, 50])

@@ -1,0 +1,127 @@
+"""The engine's greedy tokens against transformers' own model in float32, with the same weights.
+
+That model is shown all that the engine made of a prompt, and each token has to be its choice too,
+up to rounding: `gap` is how far a token's logit is below the largest one, in standard deviations
+of the logits. A token chosen at random would be about 4 below.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from backend.config import EngineConfig
+from backend.engine import Engine
+from backend.model_runner import ModelRunner
+from backend.models import ModelConfig
+from benchmarks.batches import BLOCK_SIZE
+from benchmarks.engine_runs import Work, generate, make_engine, random_work
+from benchmarks.models import SMALL, MakeConfig, our_model, transformers_model
+from benchmarks.phases import Case, Setup
+from kernels import KVCache
+
+EXACT, ROUNDED = 1e-3, 0.5  # bounds of the gap: in float32; in bfloat16 or with a quantised cache
+NUM_LAYERS = 4  # each does the same
+
+
+def engine_checks(make_config: MakeConfig, setup: Setup) -> Iterator[Case]:
+    if setup.small:
+        hf_config = make_config(**SMALL)
+        work = random_work(range(60, 0, -8), num_output_tokens=8)
+    else:
+        hf_config = make_config(num_hidden_layers=NUM_LAYERS)
+        work = random_work([*range(761, 20, -39), 17, 16, 15, 2, 1], num_output_tokens=32)
+    few_blocks = {"max_num_batched_tokens": 32, "kv_cache_memory": small_cache(hf_config, work)}
+
+    exact = Engines(hf_config, torch.float32, setup, work, EXACT)
+    yield Case("float32", exact.judge)
+    yield Case("float32, without graphs", partial(exact.judge, cuda_graphs=False))
+    yield Case("float32, in chunks, with preemption", partial(exact.judge, **few_blocks))
+    del exact  # the weights of the next ones need the memory
+
+    rounded = Engines(hf_config, setup.dtype, setup, work, ROUNDED)
+    name = str(setup.dtype).removeprefix("torch.")
+    yield Case(f"{name}, graphs against none", rounded.compare_graphs)
+    for cache_dtype in ("auto", "fp8", "int8"):
+        run = partial(rounded.judge, kv_cache_dtype=cache_dtype)
+        yield Case(f"{name}, KV cache {cache_dtype}", run)
+
+
+def small_cache(hf_config: PretrainedConfig, work: list[Work]) -> int:
+    """Bytes of a float32 KV cache that holds little more than the first sequence.
+
+    It has the longest prompt, so the others live on the few blocks that it leaves.
+    """
+    config = ModelConfig.from_hf(hf_config)
+    num_blocks = (len(work[0].prompt) + work[0].num_output_tokens) // BLOCK_SIZE + 2
+    sizes = (BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.float32)
+    return num_blocks * config.num_layers * KVCache.block_bytes(*sizes)
+
+
+class Engines:
+    """Engines on one model, and the model of transformers' that they are held against."""
+
+    def __init__(
+        self,
+        hf_config: PretrainedConfig,
+        dtype: torch.dtype,
+        setup: Setup,
+        work: list[Work],
+        bound: float,
+    ) -> None:
+        self._model = our_model(hf_config, dtype, setup.device)
+        self._oracle = transformers_model(hf_config, dtype, setup.device)
+        self._device = setup.device
+        self._work = work
+        self._bound = bound
+
+    def judge(self, **changes: Any) -> dict[str, Any]:
+        """Run the work on an engine with this configuration, and look at each token."""
+        engine = self._engine(**changes)
+        generated = generate(engine, self._work)
+        num_equal, gap = 0, 0.0
+        for (prompt, *_), tokens in zip(self._work, generated, strict=True):
+            logits = self._logits(prompt, tokens)  # [num_output_tokens, vocab_size]
+            chosen = torch.tensor(tokens, device=self._device)[:, None]
+            below = logits.max(-1).values - logits.gather(-1, chosen).flatten()
+            num_equal += int((below == 0).sum())
+            gap = max(gap, float((below / logits.std(-1)).max()))
+        return {
+            "tokens": sum(map(len, generated)),
+            "equal": num_equal,
+            "gap": gap,
+            "preemptions": engine.stats().num_preemptions,
+            "passed": gap < self._bound,
+        }
+
+    def compare_graphs(self) -> dict[str, Any]:
+        """All tokens the same, with CUDA graphs and without.
+
+        All prompts fit in the first step, and there is a graph for as many sequences: so no batch
+        is padded, and both ways launch the same kernels.
+        """
+        one_step = {"max_num_batched_tokens": sum(len(work.prompt) for work in self._work)}
+        with_graphs = generate(self._engine(**one_step), self._work)
+        without = generate(self._engine(cuda_graphs=False, **one_step), self._work)
+        different = sum(a != b for a, b in zip(with_graphs, without, strict=True))
+        return {"sequences": len(self._work), "different": different, "passed": not different}
+
+    def _engine(self, **changes: Any) -> Engine:
+        memory = 2**30 if self._device.type == "cuda" else 2**24
+        settings = {
+            "model": "random",
+            "max_num_seqs": len(self._work),
+            "max_num_batched_tokens": 1024,
+            "max_model_len": 1024,
+            "kv_cache_memory": memory,
+        }
+        config = EngineConfig.model_validate(settings | changes)
+        return make_engine(config, ModelRunner(config, model=self._model))
+
+    @torch.inference_mode()
+    def _logits(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+        """[num_output_tokens, vocab_size]: what each token was chosen from."""
+        input_ids = torch.tensor([prompt + tokens[:-1]], device=self._device)
+        return self._oracle(input_ids, logits_to_keep=len(tokens)).logits[0]

@@ -1,0 +1,134 @@
+"""Runs of the engine without a server: requests in, tokens out, as fast as it goes."""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from backend.config import EngineConfig
+from backend.engine import Engine, Runner
+from backend.scheduler import ScheduledSequence
+from backend.sequence import EngineOutput, EngineRequest, SampledToken
+
+
+class Work(NamedTuple):
+    """A prompt and how many tokens are to follow, whatever they are."""
+
+    prompt: list[int]
+    num_output_tokens: int
+    temperature: float = 0.0
+
+
+def nano_vllm_work(num_seqs: int = 256, longest: int = 1024) -> list[Work]:
+    """What nano-vllm's bench.py runs: from its seed, drawn in its order."""
+    rng = random.Random(0)
+    prompts = [
+        [rng.randint(0, 10000) for _ in range(rng.randint(100, longest))] for _ in range(num_seqs)
+    ]
+    return [Work(prompt, rng.randint(100, longest), temperature=0.6) for prompt in prompts]
+
+
+def random_work(prompt_lens: Sequence[int], num_output_tokens: int) -> list[Work]:
+    return [Work(random.choices(range(1000), k=n), num_output_tokens) for n in prompt_lens]
+
+
+def make_engine(config: EngineConfig, runner: Runner) -> Engine:
+    return Engine(config, runner, on_outputs=lambda outputs: None)
+
+
+def steps(engine: Engine, work: Sequence[Work]) -> Iterator[list[EngineOutput]]:
+    """Submits all requests at once, and makes a step whenever it is asked for its outputs."""
+    for i, (prompt, num_output_tokens, temperature) in enumerate(work):
+        engine.reserve()
+        engine.submit(EngineRequest(i, prompt, num_output_tokens, temperature=temperature, seed=i))
+    num_unfinished = len(work)
+    while num_unfinished:
+        outputs = engine.step()
+        num_unfinished -= sum(output.finish_reason is not None for output in outputs)
+        yield outputs
+    engine.scheduler.check_integrity()
+
+
+def generate(engine: Engine, work: Sequence[Work]) -> list[list[int]]:
+    """The tokens that each request gets."""
+    generated: list[list[int]] = [[] for _ in work]
+    for outputs in steps(engine, work):
+        for output in outputs:
+            generated[output.request_id] += [token.token_id for token in output.tokens]
+    assert [len(tokens) for tokens in generated] == [w.num_output_tokens for w in work]
+    return generated
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """One step as the meter saw it. Times in seconds."""
+
+    num_seqs: int
+    num_new_tokens: int
+    num_kv_tokens: int  # that its sequences have, new ones included
+    launched: float  # when
+    waited: float = 0.0  # the host for the device
+    events: list[torch.cuda.Event] = field(default_factory=list)  # on a GPU: start, end
+
+
+class Meter:
+    """A model runner that notes how long each step took host and device."""
+
+    def __init__(self, runner: Runner, device: torch.device) -> None:
+        self.num_blocks = runner.num_blocks
+        self.overlaps = runner.overlaps
+        self.steps: list[StepTimes] = []
+        self._runner = runner
+        self._on_gpu = device.type == "cuda"
+
+    def launch(self, batch: list[ScheduledSequence]) -> Callable[[], list[SampledToken]]:
+        step = StepTimes(
+            num_seqs=len(batch),
+            num_new_tokens=sum(scheduled.num_new_tokens for scheduled in batch),
+            num_kv_tokens=sum(scheduled.end for scheduled in batch),
+            launched=time.perf_counter(),
+        )
+        self.steps.append(step)
+        self._record(step)
+        read = self._runner.launch(batch)
+        self._record(step)
+
+        def timed_read() -> list[SampledToken]:
+            start = time.perf_counter()
+            tokens = read()
+            step.waited = time.perf_counter() - start
+            return tokens
+
+        return timed_read
+
+    def decode_times(self, batch: int) -> dict[str, float]:
+        """Of the steps in which `batch` sequences, all of them, had one new token each."""
+        full = [s for s in self.steps if s.num_seqs == s.num_new_tokens == batch]
+        full = full[len(full) // 4 :]  # warm
+        seconds = (full[-1].launched - full[0].launched) / (len(full) - 1)
+        times = {
+            "step_us": seconds * 1e6,
+            "host_us": (seconds - statistics.mean(s.waited for s in full)) * 1e6,
+            "tokens_per_s": batch / seconds,
+            "context": statistics.mean(s.num_kv_tokens for s in full) / batch,
+        }
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            # The next step's first event waits for what is left of this one: no gap, no idling.
+            idle = sum(
+                max(before.events[1].elapsed_time(after.events[0]), 0.0)
+                for before, after in pairwise(full)
+            )
+            times["gpu_busy"] = 1 - idle / 1000 / (seconds * (len(full) - 1))
+        return times
+
+    def _record(self, step: StepTimes) -> None:
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            step.events.append(event)

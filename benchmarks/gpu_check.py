@@ -1,0 +1,175 @@
+"""`make gpu-check`: are the kernels right on this GPU, and how fast is it all?
+
+    python -m benchmarks.gpu_check                       # at most 10 minutes on one H200
+    python -m benchmarks.gpu_check --device cpu --small  # the same code, PyTorch twins, a minute
+
+Needs torch, triton, numpy, transformers and pydantic, and no downloads: weights are random. Each
+phase runs in a process of its own, so that one that fails, or hangs, or breaks the CUDA context
+takes no other with it. Results are in gpu_check.json in $OUT, or in results/, after every case.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import triton
+
+from benchmarks.engine_checks import engine_checks
+from benchmarks.kernel_checks import (
+    attention_checks,
+    elementwise_checks,
+    rope_checks,
+    sampling_checks,
+)
+from benchmarks.models import MODELS
+from benchmarks.phases import Phase, Setup
+from benchmarks.speed import (
+    ceilings,
+    decode_attention_speed,
+    model_speed,
+    prefill_attention_speed,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 570  # for all of it
+
+PHASES = [
+    Phase("ceilings", 40, ceilings),
+    Phase("attention", 120, attention_checks),
+    Phase("rope and cache", 60, rope_checks),
+    Phase("elementwise", 40, elementwise_checks),
+    Phase("sampling", 60, sampling_checks),
+    Phase("decode attention", 80, decode_attention_speed),
+    Phase("prefill attention", 60, prefill_attention_speed),
+    *(Phase(f"engine, {name}", 90, partial(engine_checks, m)) for name, m in MODELS.items()),
+    *(Phase(name, 120, partial(model_speed, m)) for name, m in MODELS.items()),
+]
+
+Row = dict[str, Any]  # phase, case, seconds; numbers, goals and perhaps passed, or error
+
+
+# -- running --
+
+
+def run_phase(phase: Phase, setup: Setup, seconds: float) -> Iterator[Row]:
+    """What comes of a phase's cases, as it comes; the phase is killed when its time is over."""
+    # Forked, so that nothing is imported again; CUDA must not have been used before.
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run_cases, args=(phase, setup, sender), daemon=True)
+    process.start()
+    sender.close()
+    deadline = time.monotonic() + seconds
+    error = "its time was over"
+    while receiver.poll(max(deadline - time.monotonic(), 0)):
+        try:
+            yield {"phase": phase.name} | receiver.recv()
+        except EOFError:
+            process.join()
+            error = f"its process ended with {process.exitcode}" if process.exitcode else ""
+            break
+    process.kill()
+    process.join()
+    if error:
+        yield {"phase": phase.name, "case": "the rest", "error": error}
+
+
+def _run_cases(phase: Phase, setup: Setup, sender: Connection) -> None:
+    cases = phase.cases(setup)
+    while True:
+        start = time.perf_counter()
+        row: Row = {"case": "the rest"}
+        try:
+            case = next(cases, None)
+            if case is None:
+                return
+            row["case"] = case.name
+            numbers = case.run()
+            if "passed" in numbers:
+                row["passed"] = numbers.pop("passed")
+            row["numbers"] = numbers
+            row["goals"] = case.goals
+        except Exception:
+            row["error"] = traceback.format_exc()
+        sender.send(row | {"seconds": time.perf_counter() - start})
+        if row["case"] == "the rest":
+            return
+
+
+# -- telling --
+
+
+def table(rows: list[Row]) -> str:
+    """Short: what failed, then a line for each measurement."""
+    checks = [row for row in rows if "passed" in row]
+    failed = [row for row in checks if not row["passed"]]
+    broken = [row for row in rows if "error" in row]
+    lines = [f"\n{len(checks)} checks, {len(failed)} failed, {len(broken)} errors"]
+    lines += [f"FAILED {_name(row)}: {_numbers(row)}" for row in failed]
+    lines += [f"ERROR {_name(row)}: {row['error'].strip().splitlines()[-1]}" for row in broken]
+    for row in rows:
+        if "numbers" in row and "passed" not in row and not row["case"].startswith("by kernel"):
+            lines.append(f"{_name(row):<45} {_numbers(row)}")
+    return "\n".join(lines)
+
+
+def _name(row: Row) -> str:
+    return f"{row['phase']}: {row['case']}"
+
+
+def _numbers(row: Row) -> str:
+    goals = {name: f" (goal {goal})" for name, goal in row["goals"].items()}
+    return "  ".join(
+        f"{name} {_short(number)}{goals.get(name, '')}" for name, number in row["numbers"].items()
+    )
+
+
+def _short(number: Any) -> str:
+    return f"{number:.4g}" if isinstance(number, float) else str(number)[:40]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check")
+    parser.add_argument("--device", type=torch.device, default="cuda:0")
+    parser.add_argument("--small", action="store_true", help="tiny shapes")
+    parser.add_argument("--only", default="", help="the phases whose names have this in them")
+    options = parser.parse_args()
+    setup = Setup(options.device, options.small)
+    path = Path(os.environ.get("OUT") or ROOT / "results", "gpu_check.json")
+    path.parent.mkdir(exist_ok=True)
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+    }
+    deadline = time.monotonic() + SECONDS
+    rows: list[Row] = []
+    for phase in PHASES:
+        if options.only not in phase.name:
+            continue
+        seconds = min(phase.seconds, deadline - time.monotonic())
+        for row in run_phase(phase, setup, seconds):
+            rows.append(row)
+            path.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1))
+            outcome = row.get("passed", "error" not in row)
+            print(f"{'ok' if outcome else 'BAD':<4} {row.get('seconds', 0):6.1f} s  {_name(row)}")
+            sys.stdout.flush()
+    print(table(rows))
+    sys.exit(any("error" in row or not row.get("passed", True) for row in rows))
+
+
+if __name__ == "__main__":
+    main()

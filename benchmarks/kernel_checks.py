@@ -1,0 +1,268 @@
+"""Each kernel against float64 on the same random inputs; the sampling kernel against its twin.
+
+An error is the relative one, ||out - expected|| / ||expected||, of the row where it is largest.
+What a kernel must not read is NaN beforehand, and so is what it must write. Without a GPU the
+PyTorch twins are what is checked.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernels
+from benchmarks.batches import BLOCK_SIZE, NAN, Heads, dense_attention, random_batch
+from benchmarks.phases import Case, Setup
+from kernels import KVCache, SamplingTensors, reference
+
+BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# Of a quantised cache against what it was made from: half a step of rounding, and the dtype's.
+QUANTISED_BOUNDS = {torch.float8_e4m3fn: 5e-2, torch.int8: 2e-2}
+
+Lengths = Sequence[tuple[int, int]]  # (query_len, seq_len) of each sequence
+ALONE: Lengths = [(1, 1328)]
+UNEVEN: Lengths = [(1, seq_len) for seq_len in (1, 2, 15, 16, 17, 127, 128, 129, 1000, 3000)]
+MIXED: Lengths = [(1, 300), (1, 1), (1, 64), (5, 18), (70, 70), (129, 463)]
+
+
+def attention_checks(setup: Setup) -> Iterator[Case]:
+    fp8, int8 = torch.float8_e4m3fn, torch.int8
+    fast = torch.bfloat16
+    cases: list[tuple[str, Lengths, Heads, torch.dtype, dict[str, Any]]] = []
+    for heads in (Heads(4, 4, 64), Heads(8, 2, 128), Heads(5, 1, 80), Heads(32, 8, 128)):
+        for name, lengths in {"decode": ALONE, "uneven": UNEVEN, "mixed": MIXED}.items():
+            cases.append((name, lengths, heads, fast, {}))
+    for heads in (Heads(4, 4, 96), Heads(8, 4, 256)):
+        cases.append(("uneven", UNEVEN, heads, fast, {}))
+        cases.append(("mixed", MIXED, heads, fast, {}))
+    for cache_dtype in (fp8, int8):
+        for name, lengths in {"decode": ALONE, "uneven": UNEVEN, "mixed": MIXED}.items():
+            cases.append((name, lengths, Heads(32, 8, 128), fast, {"cache_dtype": cache_dtype}))
+        cases.append(("mixed", MIXED, Heads(9, 3, 64), fast, {"cache_dtype": cache_dtype}))
+    for options in ({"sliding_window": 100}, {"soft_cap": 5.0}):
+        cases.append(("uneven", UNEVEN, Heads(8, 2, 128), fast, options))
+        cases.append(("mixed", MIXED, Heads(8, 2, 128), fast, options))
+    for dtype in (torch.float16, torch.float32):
+        cases.append(("uneven", UNEVEN, Heads(8, 2, 128), dtype, {}))
+        cases.append(("mixed", MIXED, Heads(8, 2, 128), dtype, {}))
+    # Fewer and fewer splits, down to one that writes the result itself.
+    for num_seqs in (2, 8, 32, 160):
+        lengths = [(1, 900 + i) for i in range(num_seqs)]
+        cases.append((f"decode of {num_seqs}", lengths, Heads(32, 8, 128), fast, {}))
+    if setup.on_gpu:
+        # Elements past what int32 counts.
+        far = {"num_blocks": 2**31 // (BLOCK_SIZE * 8 * 128) + 4096}
+        cases.append(("far blocks", UNEVEN, Heads(32, 8, 128), fast, far))
+        cases.append(("far blocks, mixed", MIXED, Heads(32, 8, 128), fast, far))
+    if setup.small:
+        cases = [case for case in cases if case[2].num_heads < 10]
+    for name, lengths, heads, dtype, options in cases:
+        words = [name, "x".join(map(str, heads)), str(dtype).removeprefix("torch.")]
+        words += [f"{key} {value}".replace("torch.", "") for key, value in options.items()]
+        run = partial(check_attention, setup, lengths, heads, dtype, **options)
+        yield Case(", ".join(words), run)
+
+
+def check_attention(
+    setup: Setup,
+    lengths: Lengths,
+    heads: Heads,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
+    num_blocks: int = 0,
+    **options: Any,
+) -> dict[str, Any]:
+    unseen = NAN if setup.on_gpu else 0.0  # the twin masks what it has read, the kernel reads less
+    batch = random_batch(
+        lengths, heads, dtype, cache_dtype or dtype, setup.device, unseen, num_blocks
+    )
+    scale = heads.head_dim**-0.5
+    with poisoned_memory():
+        out = kernels.attention(*batch, scale, **options)
+    return compared(out, dense_attention(batch, scale, **options), BOUNDS[dtype])
+
+
+def rope_checks(setup: Setup) -> Iterator[Case]:
+    for heads in (Heads(9, 3, 64), Heads(5, 1, 80), Heads(32, 8, 128), Heads(8, 4, 256)):
+        for cache_dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int8):
+            for norm in (False, True):
+                kind = str(cache_dtype).removeprefix("torch.")
+                name = f"{'x'.join(map(str, heads))}, {kind}{', norm' * norm}"
+                yield Case(name, partial(check_rope, setup.device, heads, cache_dtype, norm))
+
+
+def check_rope(
+    device: torch.device, heads: Heads, cache_dtype: torch.dtype, norm: bool
+) -> dict[str, Any]:
+    num_tokens, (num_heads, num_kv_heads, head_dim) = 37, heads
+    slots = torch.randperm(4 * BLOCK_SIZE, device=device)[:num_tokens]
+    slots[::5] = -1  # padding
+    written = slots >= 0
+    qkv = random(device, num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+    angles = torch.rand(num_tokens, head_dim // 2, device=device) * 1000
+    q_weight, k_weight = (1 + random(device, head_dim) / 8 for _ in range(2))
+    kv_cache = KVCache.empty(4, BLOCK_SIZE, num_kv_heads, head_dim, cache_dtype, device)
+    q, k, v = qkv.double().split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if norm:
+        q, k = rms_norm(q, q_weight.double(), 1e-6), rms_norm(k, k_weight.double(), 1e-6)
+    q, k = (rotated(x, angles.double()) for x in (q, k))
+
+    qk_norm = (q_weight, k_weight, 1e-6) if norm else None
+    out = kernels.rope_and_cache(qkv, angles.cos(), angles.sin(), kv_cache, slots, qk_norm)
+
+    data = kv_cache.data.double()
+    if kv_cache.scales is not None:
+        data *= kv_cache.scales[..., None]
+    cached = data.view(2, -1, num_kv_heads, head_dim)[:, slots[written]]
+    bounds = [QUANTISED_BOUNDS.get(cache_dtype, BOUNDS[torch.bfloat16])] * 2
+    results = [compared(out[written], q[written], BOUNDS[torch.bfloat16])]
+    for got, expected, bound in zip(cached, (k, v), bounds, strict=True):
+        results.append(compared(got, expected[written], bound))
+    # A slot without a token is still 0, as is that of padding.
+    untouched = int(data.any(-1).sum()) == 2 * num_kv_heads * int(written.sum())
+    worst = max(results, key=lambda result: result["error"] / result["bound"])
+    return worst | {"passed": untouched and all(result["passed"] for result in results)}
+
+
+def elementwise_checks(setup: Setup) -> Iterator[Case]:
+    for size in (576, 1000, 1024, 4096):
+        yield Case(f"rms_norm, {size}", partial(check_rms_norm, setup.device, size))
+        yield Case(f"add_rms_norm, {size}", partial(check_add_rms_norm, setup.device, size))
+    for size in (1000, 1536, 3072, 14336):
+        yield Case(f"silu_and_mul, {size}", partial(check_silu_and_mul, setup.device, size))
+
+
+def check_rms_norm(device: torch.device, size: int) -> dict[str, Any]:
+    x, weight = random(device, 300, size), random(device, size)
+    with poisoned_memory():
+        out = kernels.rms_norm(x, weight, 1e-5)
+    return compared(out, rms_norm(x.double(), weight.double(), 1e-5), BOUNDS[x.dtype])
+
+
+def check_add_rms_norm(device: torch.device, size: int) -> dict[str, Any]:
+    x, residual, weight = (random(device, *shape) for shape in ((300, size), (300, size), (size,)))
+    total = x.double() + residual.double()
+    with poisoned_memory():
+        out, residual = kernels.add_rms_norm(x, residual, weight, 1e-5)
+    results = [
+        compared(residual, total, BOUNDS[x.dtype]),
+        compared(out, rms_norm(total, weight.double(), 1e-5), BOUNDS[x.dtype]),
+    ]
+    return max(results, key=lambda result: result["error"])
+
+
+def check_silu_and_mul(device: torch.device, size: int) -> dict[str, Any]:
+    gate_up = random(device, 300, 2 * size)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    with poisoned_memory():
+        out = kernels.silu_and_mul(gate_up)
+    return compared(out, F.silu(gate) * up, BOUNDS[gate_up.dtype])
+
+
+def sampling_checks(setup: Setup) -> Iterator[Case]:
+    for vocab_size in (1000,) if setup.small else (49152, 128256, 151936):
+        for num_rows in (1, 64):
+            for kind in ("greedy", "temperature", "filters"):
+                run = partial(check_sample, setup.device, num_rows, vocab_size, kind)
+                yield Case(f"sample, {kind}, {num_rows}x{vocab_size}", run)
+        run = partial(check_adjustments, setup.device, vocab_size)
+        yield Case(f"bias, penalties, mask, 64x{vocab_size}", run)
+
+
+def check_sample(device: torch.device, num_rows: int, vocab_size: int, kind: str) -> dict[str, Any]:
+    """The same tokens as the twin's, which has the same noise.
+
+    Logarithms differ in their last place, so among many rows one may fall to the runner-up.
+    """
+    logits = torch.randn(num_rows, vocab_size) * 3
+    rows, ones = torch.arange(num_rows), torch.ones(num_rows)
+    sampling = SamplingTensors(
+        temperature=ones * 0.8,
+        top_k=torch.full((num_rows,), vocab_size, dtype=torch.int32),
+        top_p=ones.clone(),
+        min_p=ones * 0,
+        keys=torch.randint(2**62, (num_rows,)),
+        any_filtered=kind == "filters",
+    )
+    sampling.temperature[rows % 4 == 3] = 0
+    if sampling.any_filtered:
+        sampling.top_k[rows % 3 == 0] = 50
+        sampling.top_p[rows % 2 == 0] = 0.9
+        sampling.min_p[rows % 5 == 1] = 0.05
+    there: dict[str, Any] = {
+        name: x.to(device) for name, x in sampling._asdict().items() if torch.is_tensor(x)
+    }
+    greedy = kind == "greedy"
+    with poisoned_memory():
+        token_ids = kernels.sample(
+            logits.to(device), None if greedy else sampling._replace(**there)
+        ).cpu()
+    expected = reference.sample(logits, None if greedy else sampling)
+    different = int((token_ids != expected).sum())
+    return {"different": different, "passed": different <= num_rows // 50}
+
+
+def check_adjustments(device: torch.device, vocab_size: int) -> dict[str, Any]:
+    """Bias, penalties and a mask, one after the other."""
+    num_rows, num_each = 64, 100
+    logits = torch.randn(num_rows, vocab_size)
+    token_ids = torch.stack([torch.randperm(vocab_size)[:num_each] for _ in range(num_rows)])
+    token_ids = token_ids.flatten().int()
+    starts = (torch.arange(num_rows + 1) * num_each).int()
+    counts = torch.randint(5, token_ids.shape).int()
+    penalties = [torch.rand(num_rows) + 1 for _ in range(3)]
+    words = -(-vocab_size // 32)
+    mask = torch.randint(-(2**31), 2**31, (num_rows, words)).int()
+
+    def adjusted(module: Any, device: torch.device) -> Tensor:
+        def there(*tensors: Tensor) -> list[Tensor]:
+            return [tensor.to(device) for tensor in tensors]
+
+        x = logits.to(device, copy=True)
+        module.add_bias(x, *there(token_ids, counts.float(), starts))
+        module.apply_penalties(x, *there(token_ids, counts, starts, *penalties))
+        module.apply_mask(x, *there(mask))
+        return x
+
+    got, expected = adjusted(kernels, device).cpu(), adjusted(reference, torch.device("cpu"))
+    same_mask = torch.equal(got.isinf(), expected.isinf())
+    result = compared(got.nan_to_num(neginf=0), expected.nan_to_num(neginf=0).double(), 1e-5)
+    return result | {"passed": result["passed"] and same_mask}
+
+
+# -- helpers --
+
+
+def random(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device).bfloat16()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """(x1 + i x2) * e^(i angle); x1 and x2 are the halves of a head."""
+    x1, x2 = x.chunk(2, dim=-1)
+    turned = torch.complex(x1, x2) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def compared(out: Tensor, expected: Tensor, bound: float) -> dict[str, Any]:
+    difference = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    error = float(difference.max())  # NaN where there is one
+    return {"error": error, "bound": bound, "passed": error < bound}
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Makes torch fill with NaN what it allocates without a value."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,84 @@
+"""Root mean square layer normalisation, by itself or after adding to the residual stream."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rms_norm(
+    x_ptr,  # [n, SIZE]
+    residual_ptr,  # [n, SIZE]; None: x is normalised as it is
+    weight_ptr,  # [SIZE]
+    out_ptr,  # [n, SIZE]
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """h / sqrt(mean(h^2) + eps) * weight (Zhang & Sennrich, 2019); h = x, or residual + x.
+
+    One program takes one row. The sum is rounded before it is normalised, so that what the next
+    layers read of the residual stream is what was normalised.
+    """
+    column = tl.arange(0, BLOCK)  # [BLOCK]
+    in_row = column < SIZE
+    offsets = tl.program_id(0).to(tl.int64) * SIZE + column  # [BLOCK]
+
+    # -- add --
+    h = tl.load(x_ptr + offsets, mask=in_row, other=0.0).to(tl.float32)  # [BLOCK]
+    if residual_ptr is not None:
+        h += tl.load(residual_ptr + offsets, mask=in_row, other=0.0).to(tl.float32)
+        rounded = h.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + offsets, rounded, mask=in_row)
+        h = rounded.to(tl.float32)
+
+    # -- normalise --
+    weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)  # [BLOCK]
+    out = h * tl.rsqrt(tl.sum(h * h, 0) / SIZE + eps) * weight  # [BLOCK]
+    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=in_row)
+
+
+def rms_norm(
+    x: Tensor,  # [n, size]
+    weight: Tensor,  # [size]
+    eps: float,
+) -> Tensor:
+    """See `kernels.rms_norm`."""
+    return _launch(x, None, weight, eps)
+
+
+def add_rms_norm(
+    x: Tensor,  # [n, size]
+    residual: Tensor,  # [n, size]
+    weight: Tensor,  # [size]
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """See `kernels.add_rms_norm`."""
+    assert residual.shape == x.shape and residual.is_contiguous()
+    assert residual.dtype == x.dtype and residual.device == x.device
+    return _launch(x, residual, weight, eps), residual
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    n, size = x.shape
+
+    assert weight.shape == (size,) and 0 < size <= 16384
+    assert x.is_contiguous() and weight.is_contiguous()
+    assert x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    assert x.dtype == weight.dtype and x.device == weight.device
+
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(size)
+    _rms_norm[(n,)](
+        x,
+        residual,
+        weight,
+        out,
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        # Eight elements a thread, 16 of the longest rows: 16-byte loads.
+        num_warps=min(32, max(1, block // 256)),
+    )
+    return out

@@ -1,0 +1,47 @@
+"""What tests of kernels need: Triton-lang's interpreter, and memory full of NaN."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+# Each dtype with the bound on error().
+FP32, FP16, BF16 = (torch.float32, 5e-6), (torch.float16, 1e-3), (torch.bfloat16, 1e-2)
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """To import kernels in. Not for the processes that other tests start."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    yield
+    del os.environ["TRITON_INTERPRET"]
+    assert isinstance(tl.max, InterpretedFunction), "triton was imported without TRITON_INTERPRET"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreter() -> Iterator[None]:
+    """On one thread: tensors this small take up to 20 times as long on more of a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with interpreted():  # triton imports more of itself at the first launch
+        yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Makes torch fill with NaN what it allocates without a value."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def error(out: Tensor, expected: Tensor) -> float:
+    """||out - expected|| / ||expected|| of the row where it is largest."""
+    difference = (out.double() - expected).norm(dim=-1)
+    return float((difference / expected.norm(dim=-1)).max())
