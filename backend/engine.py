@@ -118,24 +118,27 @@ class Engine:
         with self._wake:
             self._num_unfinished -= num_places
 
-    def submit(self, request: EngineRequest) -> None:
-        """Queue a request on a reserved place. Exactly one output with a finish reason follows.
+    def submit(self, *requests: EngineRequest) -> None:
+        """Queue requests on reserved places, all or none.
+
+        Exactly one output with a finish reason follows for each.
 
         Raises:
-            InvalidArgument: it could not fit in the KV cache even alone.
+            InvalidArgument: one could not fit in the KV cache even alone.
             Unavailable: the engine is stopping.
         """
-        if request.max_kv_tokens > self.max_kv_tokens:
-            raise InvalidArgument(
-                f"the request can never fit in the KV cache: prompt ("
-                f"{len(request.prompt_token_ids)} tokens) and max_tokens ({request.max_tokens}) "
-                f"together need {request.max_kv_tokens} tokens, the cache holds "
-                f"{self.max_kv_tokens}"
-            )
+        for request in requests:
+            if request.max_kv_tokens > self.max_kv_tokens:
+                raise InvalidArgument(
+                    f"the request can never fit in the KV cache: prompt ("
+                    f"{len(request.prompt_token_ids)} tokens) and max_tokens "
+                    f"({request.max_tokens}) together need {request.max_kv_tokens} tokens, the "
+                    f"cache holds {self.max_kv_tokens}"
+                )
         with self._wake:
             if self._stopping:
                 raise Unavailable(self._stopping)
-            self._inbox.append(request)
+            self._inbox.extend(requests)
             self._wake.notify()
 
     def abort(self, request_id: int) -> None:

@@ -133,7 +133,6 @@ class Front:
             )
         self._check_lora(request.sampling.lora_name)
         self._engine.reserve(num_answers)  # before tokenising, so that a burst costs nothing
-        num_submitted = 0
         live = None
         try:
             prompt_token_ids = self._encode(request)
@@ -144,13 +143,13 @@ class Front:
                 {r.request_id: self._output(request, prompt_token_ids) for r in engine_requests},
                 len(prompt_token_ids),
             )
-            for engine_request in engine_requests:
-                self._live[engine_request.request_id] = live
-                self._engine.submit(engine_request)
-                num_submitted += 1
+            for request_id in live.outputs:
+                self._live[request_id] = live
+            self._engine.submit(*engine_requests)
         except BaseException:
-            self._engine.release(num_answers - num_submitted)
-            self._forget(live)
+            self._engine.release(num_answers)
+            for request_id in live.outputs if live else ():
+                self._live.pop(request_id, None)
             raise
 
     def _output(self, request: GenerationRequest, prompt_token_ids: list[int]) -> RequestOutput:
@@ -343,9 +342,9 @@ class Front:
         self._metrics.request_finished(str(reason), usage, live.request.sampling.n, gaps)
         return usage
 
-    def _forget(self, live: _Live | None) -> None:
+    def _forget(self, live: _Live) -> None:
         """Nothing of the request will be sent from here on; the engine ends what it has of it."""
-        for request_id, answer in live.outputs.items() if live else ():
+        for request_id, answer in live.outputs.items():
             if self._live.pop(request_id, None) and not answer.finish_reason:
                 self._engine.abort(request_id)
 

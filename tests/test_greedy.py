@@ -24,7 +24,8 @@ class SmallerRunner:
 
     def __init__(self, runner: ModelRunner, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.run = runner.run
+        self.overlaps = runner.overlaps
+        self.launch = runner.launch
 
 
 def generate(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
