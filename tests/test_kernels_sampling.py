@@ -148,8 +148,9 @@ def test_gumbel(gumbel):
     smallest = bits > 0.999 * 2**31
     assert (noise[smallest] < -1.9).all()
     assert torch.allclose(noise[~smallest].double(), expected[~smallest], atol=1e-3)
+    # numpy's float32 logarithm, the interpreter's, is good to 4 units in the last place.
     likely = bits < 2**30
-    assert torch.allclose(noise[likely].double(), expected[likely], rtol=0, atol=3e-6)
+    assert torch.allclose(noise[likely].double(), expected[likely], rtol=1e-6, atol=2e-6)
 
 
 @GUMBEL
