@@ -1,9 +1,10 @@
 """Between Triton Server and the engine: requests to token ids, tokens to responses.
 
-`handle()` runs on Triton Server's thread. One output thread of the front's own turns tokens into
-responses; it is the only one that uses the responder of a request which has reached the engine,
-so that nothing is sent or asked after the final response. While it is behind, what a request has
-ready is merged into one response.
+`handle()` runs on Triton Server's thread; a request whose answer must have a form that has to be
+compiled goes on from there on a thread of the compiler's. One output thread of the front's own
+turns tokens into responses; it is the only one that uses the responder of a request which has
+reached the engine, so that nothing is sent or asked after the final response. While it is behind,
+what a request has ready is merged into one response.
 """
 
 import contextlib
@@ -14,7 +15,9 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -26,6 +29,7 @@ from backend.errors import Cancelled, InvalidArgument, RequestError, Unavailable
 from backend.output import RequestOutput, Usage
 from backend.protocol import GenerationRequest, parse, response_tensors
 from backend.sequence import EngineOutput, EngineRequest, FinishReason
+from backend.structured import Grammar, GrammarCompiler
 from backend.tokenizer import Tokenizer
 
 logger = logging.getLogger("tritium")
@@ -75,6 +79,7 @@ class Front:
         config: Limits.
         tokenizer: The model's.
         runner: The model.
+        grammars: For answers that must have a form.
         max_model_len: Tokens of prompt and answer together.
         eos_token_ids: End an answer, unless `ignore_eos`.
         metrics: Told of every request that ends, and of the engine a few times a second.
@@ -85,12 +90,14 @@ class Front:
         config: EngineConfig,
         tokenizer: Tokenizer,
         runner: Runner,
+        grammars: GrammarCompiler,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         metrics: Metrics,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._metrics = metrics
@@ -110,21 +117,26 @@ class Front:
     ) -> None:
         """Accept a request or answer it with an error. Never raises."""
         try:
-            self._submit(parse(inputs, parameters), responder)
+            request = parse(inputs, parameters)
+            self._check(request)
+            self._engine.reserve(request.sampling.n)  # first, so that a burst costs nothing
         except Exception as error:
-            if not isinstance(error, RequestError):
-                logger.exception("a request could not be read")
-                error = RequestError(f"internal error: {error!r}")
-            self._metrics.request_finished(error.code.lower())
-            responder.fail(error)
+            self._refuse(responder, error)
+            return
+        if request.form:
+            compiled = self._grammars.compile(request.form)
+            compiled.add_done_callback(partial(self._submit, request, responder))
+        else:
+            self._submit(request, responder)
 
     def stop(self) -> None:
         """Let running requests end for `drain_seconds`, then end what is left with an error."""
         self._engine.stop(self._config.drain_seconds)
+        self._grammars.close()
         self._outputs.put(None)
         self._thread.join()
 
-    def _submit(self, request: GenerationRequest, responder: Responder) -> None:
+    def _check(self, request: GenerationRequest) -> None:
         num_answers = request.sampling.n
         if num_answers > self._config.max_num_seqs:
             raise InvalidArgument(
@@ -132,11 +144,19 @@ class Front:
                 f"{self._config.max_num_seqs} answers run at once (max_num_seqs)"
             )
         self._check_lora(request.sampling.lora_name)
-        self._engine.reserve(num_answers)  # before tokenising, so that a burst costs nothing
+
+    def _submit(
+        self,
+        request: GenerationRequest,
+        responder: Responder,
+        compiled: Future[Grammar] | None = None,
+    ) -> None:
+        """Hand a request over on its reserved places, or answer it with an error. Never raises."""
         live = None
         try:
+            grammar = compiled.result() if compiled else None
             prompt_token_ids = self._encode(request)
-            engine_requests = self._engine_requests(request, prompt_token_ids)
+            engine_requests = self._engine_requests(request, prompt_token_ids, grammar)
             live = _Live(
                 request,
                 responder,
@@ -146,11 +166,20 @@ class Front:
             for request_id in live.outputs:
                 self._live[request_id] = live
             self._engine.submit(*engine_requests)
-        except BaseException:
-            self._engine.release(num_answers)
+        except Exception as error:
+            self._engine.release(request.sampling.n)
             for request_id in live.outputs if live else ():
                 self._live.pop(request_id, None)
-            raise
+            self._refuse(responder, error)
+
+    def _refuse(self, responder: Responder, error: Exception) -> None:
+        if isinstance(error, CancelledError):
+            error = Unavailable("the model is shutting down")
+        if not isinstance(error, RequestError):
+            logger.error("a request could not be read", exc_info=error)
+            error = RequestError(f"internal error: {error!r}")
+        self._metrics.request_finished(error.code.lower())
+        responder.fail(error)
 
     def _output(self, request: GenerationRequest, prompt_token_ids: list[int]) -> RequestOutput:
         sampling = request.sampling
@@ -169,7 +198,8 @@ class Front:
 
     def _encode(self, request: GenerationRequest) -> list[int]:
         if request.messages is not None:
-            name, token_ids = "messages", self._tokenizer.encode_chat(request.messages)
+            tools = request.tools.functions if request.tools else None
+            name, token_ids = "messages", self._tokenizer.encode_chat(request.messages, tools)
         else:
             name, token_ids = "text_input", self._tokenizer.encode(request.text_input or "")
         if not token_ids:
@@ -186,7 +216,7 @@ class Front:
         return token_ids
 
     def _engine_requests(
-        self, request: GenerationRequest, prompt_token_ids: list[int]
+        self, request: GenerationRequest, prompt_token_ids: list[int], grammar: Grammar | None
     ) -> list[EngineRequest]:
         """One for each answer; the later ones share the first one's prompt."""
         sampling = request.sampling
@@ -197,7 +227,7 @@ class Front:
         ):
             self._check_token_ids(name, token_ids)
         stop_token_ids = set(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
+        if grammar or not sampling.ignore_eos:  # an answer ends where its grammar does
             stop_token_ids.update(self._eos_token_ids)
         num_logprobs = sampling.logprobs
         if num_logprobs is None and "return_cumulative_logprob" in request.returned:
@@ -234,6 +264,7 @@ class Front:
                 for word in sampling.bad_words
                 for token_ids in self._tokenizer.encode_word(word)
             ),
+            grammar=grammar,
             repetition_detection=detection,
             priority=sampling.priority,
             lora=lora,
@@ -377,6 +408,10 @@ def _error(output: EngineOutput) -> RequestError | None:
         return Cancelled("the request was cancelled")
     if output.finish_reason is FinishReason.SHUTDOWN:
         return Unavailable(output.error)
+    if output.finish_reason is FinishReason.INVALID:
+        return InvalidArgument(
+            f"structured_outputs: the answer can't go on in the form demanded: {output.error}"
+        )
     if output.finish_reason is FinishReason.ERROR:
         return RequestError(output.error)
     return None

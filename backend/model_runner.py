@@ -13,7 +13,7 @@ from torch import Tensor
 from backend.config import ConfigError, EngineConfig
 from backend.cuda_graphs import DecodeGraphs
 from backend.models import LlamaModel, load_model
-from backend.sampler import Sampled, Sampler, score
+from backend.sampler import Sampled, Sampler, grammar_masks, score
 from backend.scheduler import ScheduledSequence
 from backend.sequence import EngineRequest, SampledToken, Sequence
 from kernels import AttentionMetadata, KVCache
@@ -111,7 +111,12 @@ class ModelRunner:
                 last_tokens = np.cumsum([s.num_new_tokens for s in batch])[sampling] - 1
                 hidden = hidden[self._to_device(last_tokens)]
             sequences = [batch[i].sequence for i in sampling]
-            sampled = self._sampler.sample(self.model.compute_logits(hidden), sequences)
+            logits = self.model.compute_logits(hidden)
+            # While a GPU still computes those.
+            masks = grammar_masks(sequences, logits.shape[1])
+            sampled = self._sampler.sample(
+                logits, sequences, None if masks is None else self._to_device(masks)
+            )
             self._last = _Last(
                 sampled.token_ids, {sequence: row for row, sequence in enumerate(sequences)}
             )

@@ -114,8 +114,8 @@ class RequestOutput:
             self._prompt_logprobs = output.prompt_logprobs
         for i, token in enumerate(output.tokens):
             is_last = i == len(output.tokens) - 1
-            stop_token = is_last and output.finish_reason is FinishReason.STOP
-            self._add_token(token, hidden=stop_token and not self._include_stop)
+            stops = is_last and output.finish_reason is FinishReason.STOP and not output.is_whole
+            self._add_token(token, hidden=stops and not self._include_stop)
             if self.finish_reason:
                 return
         if output.finish_reason:

@@ -15,6 +15,8 @@ from backend.errors import InvalidArgument, Unsupported
 from backend.output import Delta, Usage
 from backend.sampling_params import SamplingParams
 from backend.sequence import SampledToken
+from backend.structured_params import StructuredOutputs
+from backend.tools import Tools, parse_tools
 
 
 class TokenDecoder(Protocol):
@@ -39,6 +41,8 @@ _FLAGS = (
 INPUTS = (
     TensorSpec("text_input", "TYPE_STRING", [1]),
     TensorSpec("messages", "TYPE_STRING", [1]),
+    TensorSpec("tools", "TYPE_STRING", [1]),
+    TensorSpec("tool_choice", "TYPE_STRING", [1]),
     TensorSpec("stream", "TYPE_BOOL", [1]),
     TensorSpec("sampling_parameters", "TYPE_STRING", [1]),
     TensorSpec("exclude_input_in_output", "TYPE_BOOL", [1]),
@@ -71,12 +75,18 @@ class GenerationRequest:
     text_input: str | None  # exactly one of text_input and messages
     messages: list[dict[str, Any]] | None
     sampling: SamplingParams
+    tools: Tools | None = None
     stream: bool = False
     echo: bool = False  # the answer starts with the prompt
     returned: frozenset[str] = frozenset()  # those of the return_* flags that are set
     business_line: str = ""
     cache_salt: str = ""
     request_class: str = "interactive"
+
+    @property
+    def form(self) -> StructuredOutputs | None:
+        """That the answer must have."""
+        return self.sampling.structured_outputs or (self.tools.form if self.tools else None)
 
 
 def parse(inputs: Mapping[str, np.ndarray], parameters: str) -> GenerationRequest:
@@ -101,6 +111,9 @@ def parse(inputs: Mapping[str, np.ndarray], parameters: str) -> GenerationReques
         raise InvalidArgument("the request has both text_input and messages; send one of them")
 
     settings = _json_object("request parameters", parameters) if parameters else {}
+    tools = parse_tools(*(_label(name, inputs, settings) for name in ("tools", "tool_choice")))
+    if tools and messages is None:
+        raise InvalidArgument("tools: only messages can have some: the chat template tells of them")
     business_line, cache_salt, request_class = (
         _label(name, inputs, settings) for name in ("business_line", "cache_salt", "request_class")
     )
@@ -122,10 +135,17 @@ def parse(inputs: Mapping[str, np.ndarray], parameters: str) -> GenerationReques
             "Error generating stream: When streaming, `exclude_input_in_output` = False "
             "is not allowed."
         )
+    sampling = SamplingParams.parse(settings)
+    if sampling.structured_outputs and tools and tools.form:
+        raise InvalidArgument(
+            "tool_choice: demands a form of the answer, and so does a sampling parameter; only "
+            "one of them is allowed"
+        )
     return GenerationRequest(
         text_input=text_input,
         messages=None if messages is None else _messages(messages),
-        sampling=SamplingParams.parse(settings),
+        sampling=sampling,
+        tools=tools,
         stream=stream,
         echo=not stream and not exclude_input and text_input is not None,
         returned=frozenset(name for name in _FLAGS if _flag(inputs, name)),
@@ -268,6 +288,23 @@ def _messages(text: str) -> list[dict[str, Any]]:
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InvalidArgument(f"messages: element {i} is not an object with a 'role' string")
-        if not isinstance(message.get("content"), str):
+        calls = message.get("tool_calls")
+        if calls is not None:
+            message["tool_calls"] = _tool_calls(i, calls)
+        if not isinstance(message.get("content"), str) and (message.get("content") or not calls):
             raise InvalidArgument(f"messages: element {i} has no 'content' string")
     return messages
+
+
+def _tool_calls(i: int, calls: Any) -> list[dict[str, Any]]:
+    """An earlier answer's, their arguments as templates want them: not as JSON text."""
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    ):
+        raise InvalidArgument(f"messages: element {i}: 'tool_calls' is not a list of calls")
+    for call in calls:
+        arguments = call["function"].get("arguments")
+        if isinstance(arguments, str):
+            name = f"messages: element {i}: arguments"
+            call["function"]["arguments"] = _json_object(name, arguments or "{}")
+    return calls

@@ -3,8 +3,8 @@
 Knows what requests ask for; how it is computed is known to `kernels`.
 """
 
+from collections.abc import Iterable, Sized
 from collections.abc import Sequence as Seq
-from collections.abc import Sized
 from typing import NamedTuple
 
 import numpy as np
@@ -105,6 +105,23 @@ class Sampler:
             kernels.apply_penalties(logits, *tensors)
 
 
+def grammar_masks(sequences: list[Sequence], vocab_size: int) -> np.ndarray | None:
+    """The tokens that grammars allow, for `Sampler.sample()`; None where there is no grammar.
+
+    [num_seqs, ceil(vocab_size / 32)] int32
+    """
+    guided = [(row, s, s.grammar) for row, s in enumerate(sequences) if s.grammar]
+    if not guided:
+        return None
+    masks = np.full((len(sequences), -(-vocab_size // 32)), -1, dtype=np.int32)
+    rows, _, states = zip(*guided, strict=True)
+    states[0].fill_masks(states, masks, rows)
+    for row, sequence, _ in guided:
+        if sequence.num_output_tokens < sequence.request.min_tokens:
+            _forbid_unless_last(masks[row], sequence.request.stop_token_ids)
+    return masks
+
+
 def score(logits: Tensor, token_ids: Tensor, k: int) -> Sampled:
     """Tokens that are given, with their log probabilities and the k likeliest ones'.
 
@@ -159,13 +176,27 @@ def _forbidden(sequence: Sequence) -> list[int]:
     """Stop tokens before min_tokens, and the last tokens of bad words that would be complete."""
     request = sequence.request
     forbidden: list[int] = []
-    if sequence.num_output_tokens < request.min_tokens:
+    # Where there is a grammar, its mask says when the answer may end.
+    if sequence.num_output_tokens < request.min_tokens and not sequence.grammar:
         forbidden += request.stop_token_ids
     for *before, last in request.bad_words:
         start = len(sequence.token_ids) - len(before)
         if start >= sequence.num_prompt_tokens and sequence.token_ids[start:] == before:
             forbidden.append(last)
     return forbidden
+
+
+def _forbid_unless_last(mask: np.ndarray, token_ids: Iterable[int]) -> None:
+    """Clear the bits of tokens, if that leaves others: an answer that is whole has to end.
+
+    Args:
+        mask: [num_words] int32, changed in place.
+    """
+    others = mask.view(np.uint32).copy()
+    for token_id in token_ids:
+        others[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+    if others.any():
+        mask[:] = others.view(np.int32)
 
 
 def _allow_only(logits: Tensor, allowed: list[np.ndarray]) -> None:

@@ -6,8 +6,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from backend.errors import InvalidArgument, Unsupported
 from backend.repetition import RepetitionDetection
+from backend.structured_params import StructuredOutputs, take_structured_outputs
 
-_NOT_YET = frozenset(["best_of", "guided_decoding", "structured_outputs"])
+_NOT_YET = frozenset(["best_of"])
 # What these mean when they change nothing, so that clients which send defaults are served.
 _HARMLESS = {"best_of": 1}
 
@@ -68,6 +69,7 @@ class SamplingParams(BaseModel):
     truncate_prompt_tokens: Int | None = Field(None, ge=-1)  # the last so many; -1: what fits
     lora_name: str | None = None  # the adapter; None: the base model
     priority: Int = Field(0, ge=-(2**31), lt=2**31)  # smaller ones are admitted first
+    structured_outputs: StructuredOutputs | None = None  # also guided_decoding, response_format
     repetition_detection: RepetitionDetection | None = None  # None: the server's
     trim_blanks: bool | None = None  # ours: no blanks at the end of the answer; None: the server's
 
@@ -80,6 +82,7 @@ class SamplingParams(BaseModel):
             Unsupported: a parameter of vLLM's that this server does not act on yet.
         """
         values = dict(values)
+        values["structured_outputs"] = take_structured_outputs(values)
         for name, value in list(values.items()):
             if name in _NOT_YET:
                 if value is not None and _number(value) != _HARMLESS.get(name):

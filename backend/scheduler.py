@@ -134,6 +134,10 @@ class Scheduler:
             sequence.num_pending_tokens -= 1
             sequence.token_ids.append(token.token_id)
             self._release_forks(sequence)
+            grammar = sequence.grammar
+            if grammar and not grammar.accept(token.token_id):
+                outputs += self.end(sequence.request_id, FinishReason.INVALID, grammar.error)
+                continue
             reason = sequence.finish_reason()
             if reason:
                 self._finish(sequence)
@@ -253,6 +257,10 @@ def _output(
         request_id=sequence.request_id,
         tokens=tokens,
         finish_reason=reason,
+        is_whole=(
+            reason is FinishReason.STOP
+            and sequence.token_ids[-1] not in sequence.request.stop_token_ids
+        ),
         error=error,
         num_cached_tokens=sequence.num_cached_tokens,
         scheduled_time=sequence.scheduled_time,

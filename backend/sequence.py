@@ -3,7 +3,9 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from backend.repetition import RepetitionDetection
 
@@ -23,11 +25,49 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     SHUTDOWN = "shutdown"
     ERROR = "error"
+    INVALID = "invalid"  # what the request demands can't be had
+
+
+class GrammarState(Protocol):
+    """How far one answer has got in its grammar."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer is whole and nothing can follow."""
+        ...
+
+    @property
+    def error(self) -> str:
+        """Why the last token was not accepted."""
+        ...
+
+    def accept(self, token_id: int) -> bool:
+        """Go on by the token that was sampled. False: it does not fit, nor will any other."""
+        ...
+
+    @staticmethod
+    def fill_masks(states: Seq[Any], masks: np.ndarray, rows: Seq[int]) -> None:
+        """Set the bits of the tokens that may come next, and of no others, in each state's row.
+
+        Args:
+            states: All of one class.
+            masks: [num_rows, ceil(vocab_size / 32)] int32; bit token % 32 of word token // 32.
+            rows: One for each state.
+        """
+        ...
+
+
+class Grammar(Protocol):
+    """What an answer's tokens have to obey."""
+
+    def start(self) -> GrammarState:
+        """For a new answer."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What the front hands to the engine. Plain data, already validated."""
+    """What the front hands to the engine. Plain data but for `grammar`, already validated."""
 
     request_id: int
     prompt_token_ids: Seq[int]  # at least one
@@ -47,6 +87,7 @@ class EngineRequest:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
     allowed_token_ids: tuple[int, ...] = ()  # none: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that never stand in this order
+    grammar: Grammar | None = None  # that the answer has to obey
     repetition_detection: RepetitionDetection | None = None
     priority: int = 0  # who waits with a smaller one is admitted first
     fork_of: int | None = None  # an earlier request, no fork, with this prompt: they share its KV
@@ -61,6 +102,7 @@ class EngineRequest:
             or self.presence_penalty
             or self.frequency_penalty
             or self.bad_words
+            or self.grammar
         )
 
     @property
@@ -89,7 +131,8 @@ class EngineOutput:
     request_id: int
     tokens: list[SampledToken]
     finish_reason: FinishReason | None = None
-    error: str = ""  # what went wrong, for FinishReason.ERROR
+    is_whole: bool = False  # STOP came without a stop token: the last one is part of the answer
+    error: str = ""  # what went wrong, for those that are no answers
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     scheduled_time: float = 0.0  # time.perf_counter() when it first left the queue, 0: never
     prompt_logprobs: list[SampledToken] = field(
@@ -113,6 +156,7 @@ class Sequence:
 
     request: EngineRequest
     token_ids: list[int] = field(init=False)  # prompt, then output
+    grammar: GrammarState | None = field(init=False)  # has accepted the known output tokens
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0  # set by the scheduler
@@ -131,6 +175,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
+        self.grammar = self.request.grammar.start() if self.request.grammar else None
 
     @property
     def request_id(self) -> int:
@@ -159,6 +204,8 @@ class Sequence:
         """Whether the last known token was the last one."""
         request = self.request
         if self.token_ids[-1] in request.stop_token_ids:
+            return FinishReason.STOP
+        if self.grammar and self.grammar.is_complete:
             return FinishReason.STOP
         if len(self.token_ids) - self.num_prompt_tokens >= request.max_tokens:
             return FinishReason.LENGTH

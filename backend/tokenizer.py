@@ -39,21 +39,41 @@ class Tokenizer:
         )
         return [at_start] if at_start == behind_space else [at_start, behind_space]
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
         """Token ids of a conversation by the model's chat template, ready for the answer.
 
+        Args:
+            messages: At least one.
+            tools: That the model may call.
+
         Raises:
-            InvalidArgument: the template does not take these messages, or there is none.
+            InvalidArgument: the template does not take these messages, or has no place for
+                tools, or there is none.
         """
         if not self._hf.chat_template:
             raise InvalidArgument("messages: this model has no chat template; send text_input")
         try:
-            text = self._hf.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
+            text = self._render(messages, tools)
+            if tools and text == self._render(messages, None):
+                raise InvalidArgument("tools: this model's chat template has no place for them")
             return self._fast.encode(text, add_special_tokens=False).ids
+        except InvalidArgument:
+            raise
         except Exception as error:  # templates raise what they like
             raise InvalidArgument(f"messages: the chat template refuses them: {error}") from None
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+        text = self._hf.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True
+        )
+        assert isinstance(text, str)
+        return text
+
+    def to_json(self) -> str:
+        """The tokenizer in the format of tokenizer.json, without the chat template."""
+        return self._fast.to_str()
 
     def decode_token(self, token_id: int) -> str:
         """The text of one token by itself, special tokens included."""

@@ -51,6 +51,7 @@ class TritonPythonModel:
         from backend.metrics import Metrics
         from backend.model_runner import ModelRunner
         from backend.models.loader import resolve
+        from backend.structured import GrammarCompiler
         from backend.tokenizer import Tokenizer
 
         _log_to_server()
@@ -71,10 +72,12 @@ class TritonPythonModel:
             max_model_len,
             vllm=report_vllm.get("string_value", "").lower() in ("true", "yes"),
         )
+        tokenizer = Tokenizer(resolve(config.model))
         self._front = Front(
             config,
-            Tokenizer(resolve(config.model)),
+            tokenizer,
             runner,
+            GrammarCompiler(tokenizer.to_json(), model.vocab_size, model.eos_token_ids),
             max_model_len,
             model.eos_token_ids,
             self._metrics,

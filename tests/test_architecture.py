@@ -28,9 +28,20 @@ TEXT_FILES = sorted(
 )
 
 SERVER_TYPES = "triton_python_backend_utils"
-PURE = ["sequence", "scheduler", "block_manager", "sampling_params", "output"]
+PURE = ["sequence", "scheduler", "block_manager", "sampling_params", "structured_params", "output"]
 ENGINE = ["engine", "sequence", "scheduler", "block_manager", "sampler", "model_runner"]
-FRONT = ["output", "protocol", "front", "tokenizer", "sampling_params", "metrics", "triton_model"]
+FRONT = [
+    "output",
+    "protocol",
+    "front",
+    "tokenizer",
+    "sampling_params",
+    "structured",
+    "structured_params",
+    "tools",
+    "metrics",
+    "triton_model",
+]
 
 
 def name_of(path: Path) -> str:

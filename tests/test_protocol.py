@@ -45,6 +45,8 @@ def test_declared_inputs():
     assert {spec.name: (spec.data_type, spec.dims) for spec in INPUTS} == {
         "text_input": ("TYPE_STRING", [1]),
         "messages": ("TYPE_STRING", [1]),
+        "tools": ("TYPE_STRING", [1]),
+        "tool_choice": ("TYPE_STRING", [1]),
         "stream": ("TYPE_BOOL", [1]),
         "sampling_parameters": ("TYPE_STRING", [1]),
         "exclude_input_in_output": ("TYPE_BOOL", [1]),

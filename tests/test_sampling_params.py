@@ -39,6 +39,7 @@ def test_defaults():
         "skip_special_tokens": True,
         "truncate_prompt_tokens": None,
         "priority": 0,
+        "structured_outputs": None,
         "repetition_detection": None,
         "trim_blanks": None,
     }
@@ -215,7 +216,8 @@ def test_an_unknown_parameter_is_named_with_the_known_ones():
         "frequency_penalty, ignore_eos, include_stop_str_in_output, logit_bias, logprobs, "
         "lora_name, max_tokens, min_p, min_tokens, n, presence_penalty, priority, "
         "prompt_logprobs, repetition_detection, repetition_penalty, seed, skip_special_tokens, "
-        "stop, stop_token_ids, temperature, top_k, top_p, trim_blanks, truncate_prompt_tokens"
+        "stop, stop_token_ids, structured_outputs, temperature, top_k, top_p, trim_blanks, "
+        "truncate_prompt_tokens"
     )
 
 
@@ -227,8 +229,6 @@ def test_a_huge_value_does_not_make_a_huge_message():
     ("name", "value"),
     [
         ("best_of", 2),
-        ("structured_outputs", {"regex": "a"}),
-        ("guided_decoding", {"regex": "a"}),
     ],
 )
 def test_parameters_of_vllm_that_are_not_built_yet(name, value):

@@ -1,5 +1,7 @@
 """The real SmolLM2 tokenizer: there and back, and back one token at a time."""
 
+import json
+
 import pytest
 
 from backend.errors import InvalidArgument
@@ -134,3 +136,34 @@ def test_a_lone_surrogate_in_a_message_is_refused(tokenizer, message):
         tokenizer.encode_chat([message])
     assert str(refused.value).startswith("messages: ")
     str(refused.value).encode()
+
+
+# -- tools --
+
+HI = [{"role": "user", "content": "Hi"}]
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def test_a_template_without_a_place_for_tools(tokenizer):
+    """SmolLM2's own."""
+    with pytest.raises(InvalidArgument) as refused:
+        tokenizer.encode_chat(HI, [TOOL])
+    assert str(refused.value) == "tools: this model's chat template has no place for them"
+
+
+def test_a_template_that_tells_of_tools(tokenizer, monkeypatch):
+    template = (
+        "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
+    monkeypatch.setattr(tokenizer._hf, "chat_template", template)
+    assert tokenizer.encode_chat(HI, [TOOL]) == tokenizer.encode(f"{json.dumps(TOOL)}\nHi")
+    assert tokenizer.encode_chat(HI) == tokenizer.encode("Hi")
+
+
+def test_a_template_that_is_only_for_tools(tokenizer, monkeypatch):
+    """As some models have it: one template by this name, one for the rest."""
+    templates = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
+    monkeypatch.setattr(tokenizer._hf, "chat_template", templates)
+    assert tokenizer.encode_chat(HI, [TOOL]) == tokenizer.encode("1 tools")
+    assert tokenizer.encode_chat(HI) == tokenizer.encode("plain")
