@@ -1,12 +1,14 @@
 """The operations a model is made of, one public function each.
 
-Each picks the Triton-lang kernel for tensors on CUDA and its plain PyTorch twin (`reference.py`)
-elsewhere, so that no model code knows which runs. Nothing here imports from `backend/`.
+Each picks the Triton-lang kernel for tensors on CUDA, the C function (`cpu.py`) for bfloat16 on a
+CPU with AMX, and its plain PyTorch twin (`reference.py`) elsewhere, so that no model code knows
+which runs. Nothing here imports from `backend/`.
 """
 
+import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels import cpu, reference
 from kernels.metadata import AttentionMetadata, KVCache
 from kernels.sampling_tensors import SamplingTensors
 
@@ -27,9 +29,22 @@ __all__ = [
     "silu_and_mul",
 ]
 
-# Operations without a Triton-lang kernel of their own run the twin on every device.
-linear = reference.linear
-pack_linear = reference.pack_linear
+
+def pack_linear(weight: Tensor) -> Tensor:
+    """A weight [out_features, in_features] as `linear`, which alone can read it, wants it."""
+    return cpu.pack(weight) if cpu.packs(weight) else reference.pack_linear(weight)
+
+
+def linear(
+    x: Tensor,  # [num_tokens, in_features]
+    weight: Tensor,  # [out_features, in_features], or what `pack_linear` has made of that
+    bias: Tensor | None = None,  # [out_features]
+    dtype: torch.dtype | None = None,  # of the result; None: as `x`
+) -> Tensor:
+    """x @ weight.T + bias. [num_tokens, out_features]"""
+    if weight.dim() == 4:
+        return cpu.linear(x, weight, bias, dtype or x.dtype)
+    return reference.linear(x, weight, bias).to(dtype or x.dtype)
 
 
 def rms_norm(
@@ -42,6 +57,8 @@ def rms_norm(
         from kernels.norm import rms_norm as on_cuda
 
         return on_cuda(x, weight, eps)
+    if cpu.takes(x):
+        return cpu.rms_norm(x, weight, eps)
     return reference.rms_norm(x, weight, eps)
 
 
@@ -56,6 +73,8 @@ def add_rms_norm(
         from kernels.norm import add_rms_norm as on_cuda
 
         return on_cuda(x, residual, weight, eps)
+    if cpu.takes(x):
+        return cpu.rms_norm(x, weight, eps, residual), residual
     return reference.add_rms_norm(x, residual, weight, eps)
 
 
@@ -67,6 +86,8 @@ def silu_and_mul(
         from kernels.activation import silu_and_mul as on_cuda
 
         return on_cuda(gate_up)
+    if cpu.takes(gate_up):
+        return cpu.silu_and_mul(gate_up)
     return reference.silu_and_mul(gate_up)
 
 
@@ -91,6 +112,8 @@ def attention(
     Returns:
         [num_tokens, num_heads, head_dim], the dtype of `q`.
     """
+    if cpu.attends(q, kv_cache, soft_cap):
+        return cpu.attention(q, kv_cache, metadata, scale, sliding_window)
     if not q.is_cuda:
         return reference.attention(q, kv_cache, metadata, scale, sliding_window, soft_cap)
     if metadata.max_query_len == 1:
@@ -125,6 +148,8 @@ def rope_and_cache(
         from kernels.rope_cache import rope_and_cache as on_cuda
 
         return on_cuda(qkv, cos, sin, kv_cache, slot_mapping, qk_norm)
+    if cpu.caches(qkv, kv_cache):
+        return cpu.rope_and_cache(qkv, cos, sin, kv_cache, slot_mapping, qk_norm)
     return reference.rope_and_cache(qkv, cos, sin, kv_cache, slot_mapping, qk_norm)
 
 

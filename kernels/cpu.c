@@ -1,0 +1,490 @@
+/* The operations of a model on CPUs with AMX, for bfloat16: see `cpu.py`, which builds and calls
+ * this, and `kernels/__init__.py` for what each does.
+ *
+ * No result of a row depends on which other rows are computed with it: every sum is taken in an
+ * order that only the row itself decides (He et al., "Defeating nondeterminism in LLM inference",
+ * 2025).
+ */
+
+#include <immintrin.h>
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+typedef uint16_t bf16;
+
+enum {
+    ROWS = 16,      /* of a tile */
+    ROW_BYTES = 64, /* of a tile: 16 float32, or 16 pairs of bf16 */
+    PAIRS = 32,     /* bf16 in a row of a tile */
+    TILE = ROWS * PAIRS,
+};
+
+#define MAX_DIM 256      /* of a head */
+#define NEVER (-1e30f)   /* the score of a key that is not seen */
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+
+static float to_float(bf16 x)
+{
+    union { uint32_t bits; float value; } u = {(uint32_t)x << 16};
+    return u.value;
+}
+
+static bf16 to_bf16(float x)
+{
+    union { float value; uint32_t bits; } u = {x};
+    if (x != x)
+        return 0x7fc0;
+    return (u.bits + 0x7fff + (u.bits >> 16 & 1)) >> 16; /* to nearest, ties to even */
+}
+
+/* e^x for x <= 88; 0 where it would be denormal. Within 2 units in the last place. */
+static __m512 exp16(__m512 x)
+{
+    x = _mm512_max_ps(x, _mm512_set1_ps(-87.33f - 100));
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f); /* Cephes' polynomial */
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+    p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1)));
+    return _mm512_scalef_ps(p, n);
+}
+
+static __m512 load16(const bf16 *x)
+{
+    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+
+static void store16(bf16 *out, __m512 x)
+{
+    _mm256_storeu_si256((__m256i *)out, (__m256i)_mm512_cvtneps_pbh(x));
+}
+
+/* -- tiles -- */
+
+/* Ask the kernel for AMX's registers. Returns 0 where it grants them. */
+int request_amx(void)
+{
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
+    return (int)syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA);
+}
+
+struct tile_config {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+};
+
+/* Tiles 0, 1: `upper` rows; 2, 3: `lower` rows; 4: upper; 5: lower; 6, 7: 16 rows. */
+static void configure(int upper, int lower)
+{
+    struct tile_config config = {.palette = 1};
+    const uint8_t rows[8] = {upper, upper, lower, lower, upper, lower, ROWS, ROWS};
+    for (int i = 0; i < 8; i++) {
+        config.rows[i] = rows[i] ? rows[i] : 1; /* 0 rows are not allowed: it is not used then */
+        config.row_bytes[i] = ROW_BYTES;
+    }
+    _tile_loadconfig(&config);
+}
+
+/* -- linear -- */
+
+#ifndef AHEAD
+#define AHEAD 8
+#endif
+static inline void prefetch(const bf16 *tile)
+{
+    for (int i = 0; i < ROWS; i++)
+        _mm_prefetch(tile + AHEAD * TILE + i * PAIRS, _MM_HINT_T0);
+}
+
+static void store_row(void *out, int is_float, int64_t offset, const float *sums, const bf16 *bias)
+{
+    __m512 x = _mm512_loadu_ps(sums);
+    if (bias)
+        x = _mm512_add_ps(x, load16(bias));
+    if (is_float)
+        _mm512_storeu_ps((float *)out + offset, x);
+    else
+        store16((bf16 *)out + offset, x);
+}
+
+/* out [m, n] = x [m, k] @ weight.T + bias.
+ *
+ * weight: [n / 16, k / 2, 16, 2], so that 32 of k for 16 of n are a tile; k % 32 == n % 16 == 0.
+ * bias: [n], or NULL. out: float32 or bf16.
+ */
+void linear(const bf16 *x, const bf16 *weight, const bf16 *bias, void *out, int is_float,
+            int64_t m, int64_t k, int64_t n)
+{
+    const int64_t columns = n / ROWS, column_size = k * ROWS;
+    #pragma omp parallel
+    {
+        float sums[4][ROWS * ROWS] __attribute__((aligned(64)));
+        int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
+        int64_t first = columns * thread / num_threads;
+        int64_t last = columns * (thread + 1) / num_threads;
+        int configured = -1;
+        for (int64_t column = first; column < last; column += 2) {
+            const int two = column + 1 < last;
+            const bf16 *left = weight + column * column_size;
+            const bf16 *right = two ? left + column_size : left;
+            for (int64_t row = 0; row < m; row += 2 * ROWS) {
+                const int upper = MIN(m - row, ROWS), lower = MIN(m - row - upper, ROWS);
+                if (configured != upper + lower) {
+                    configure(upper, lower);
+                    configured = upper + lower;
+                }
+                const bf16 *a = x + row * k, *b = a + upper * k;
+                const int64_t stride = k * sizeof(bf16);
+                _tile_zero(0);
+                _tile_zero(1);
+                if (!lower) {
+                    for (int64_t i = 0; i < k; i += PAIRS) {
+                        if (!row) {
+                            prefetch(left + i * ROWS);
+                            prefetch(right + i * ROWS);
+                        }
+                        _tile_loadd(4, a + i, stride);
+                        _tile_loadd(6, left + i * ROWS, ROW_BYTES);
+                        _tile_dpbf16ps(0, 4, 6);
+                        _tile_loadd(7, right + i * ROWS, ROW_BYTES);
+                        _tile_dpbf16ps(1, 4, 7);
+                    }
+                } else {
+                    _tile_zero(2);
+                    _tile_zero(3);
+                    for (int64_t i = 0; i < k; i += PAIRS) {
+                        if (!row) {
+                            prefetch(left + i * ROWS);
+                            prefetch(right + i * ROWS);
+                        }
+                        _tile_loadd(4, a + i, stride);
+                        _tile_loadd(6, left + i * ROWS, ROW_BYTES);
+                        _tile_dpbf16ps(0, 4, 6);
+                        _tile_loadd(7, right + i * ROWS, ROW_BYTES);
+                        _tile_dpbf16ps(1, 4, 7);
+                        _tile_loadd(5, b + i, stride);
+                        _tile_dpbf16ps(2, 5, 6);
+                        _tile_dpbf16ps(3, 5, 7);
+                    }
+                    _tile_stored(2, sums[2], ROW_BYTES);
+                    _tile_stored(3, sums[3], ROW_BYTES);
+                }
+                _tile_stored(0, sums[0], ROW_BYTES);
+                _tile_stored(1, sums[1], ROW_BYTES);
+                for (int side = 0; side <= two; side++) {
+                    const int64_t at = (column + side) * ROWS;
+                    const bf16 *column_bias = bias ? bias + at : NULL;
+                    for (int i = 0; i < upper + lower; i++) {
+                        const float *sum = sums[2 * (i / ROWS) + side] + i % ROWS * ROWS;
+                        store_row(out, is_float, (row + i) * n + at, sum, column_bias);
+                    }
+                }
+            }
+        }
+        if (configured >= 0)
+            _tile_release();
+    }
+}
+
+/* -- norms, activation, rotary embedding -- */
+
+static void norm_row(const bf16 *x, const bf16 *weight, float eps, bf16 *out, int64_t size)
+{
+    float lanes[16] = {0}, sum = 0; /* a fixed order, for any compiler */
+    for (int64_t i = 0; i < size; i += 16)
+        for (int j = 0; j < 16; j++)
+            lanes[j] += to_float(x[i + j]) * to_float(x[i + j]);
+    for (int j = 0; j < 16; j++)
+        sum += lanes[j];
+    const float scale = 1 / sqrtf(sum / size + eps);
+    for (int64_t i = 0; i < size; i++)
+        out[i] = to_bf16(to_float(x[i]) * scale * to_float(weight[i]));
+}
+
+/* out = rms_norm(x) of each of n rows; size % 16 == 0. With a residual: of residual += x. */
+void rms_norm(const bf16 *x, bf16 *residual, const bf16 *weight, float eps, bf16 *out, int64_t n,
+              int64_t size)
+{
+    #pragma omp parallel for if (n >= 8)
+    for (int64_t row = 0; row < n; row++) {
+        const bf16 *normed = x + row * size;
+        if (residual) {
+            bf16 *to = residual + row * size;
+            for (int64_t i = 0; i < size; i++)
+                to[i] = to_bf16(to_float(to[i]) + to_float(normed[i]));
+            normed = to;
+        }
+        norm_row(normed, weight, eps, out + row * size, size);
+    }
+}
+
+/* gate_up [n, 2 * size] -> out [n, size]; size % 16 == 0. */
+void silu_and_mul(const bf16 *gate_up, bf16 *out, int64_t n, int64_t size)
+{
+    #pragma omp parallel for if (n >= 8)
+    for (int64_t row = 0; row < n; row++) {
+        const bf16 *gate = gate_up + row * 2 * size, *up = gate + size;
+        for (int64_t i = 0; i < size; i += 16) {
+            const __m512 g = load16(gate + i), one = _mm512_set1_ps(1);
+            const __m512 e = exp16(_mm512_sub_ps(_mm512_setzero_ps(), g));
+            const __m512 silu = _mm512_div_ps(g, _mm512_add_ps(one, e));
+            store16(out + row * size + i, _mm512_mul_ps(silu, load16(up + i)));
+        }
+    }
+}
+
+static void rotate(const bf16 *x, const float *cos, const float *sin, bf16 *out, int64_t dim)
+{
+    const int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; i++) {
+        const float a = to_float(x[i]), b = to_float(x[half + i]);
+        out[i] = to_bf16(a * cos[i] - b * sin[i]);
+        out[half + i] = to_bf16(b * cos[i] + a * sin[i]);
+    }
+}
+
+/* qkv [n, num_heads + 2 * num_kv_heads, dim] -> q [n, num_heads, dim], rotated; keys, rotated, and
+ * values to their slots (-1: nowhere) in the cache [num_slots, num_kv_heads, dim].
+ *
+ * cos, sin: [n, dim / 2]. q_norm, k_norm: weights [dim] of a norm before the rotation, or NULL.
+ */
+void rope_and_cache(const bf16 *qkv, const float *cos, const float *sin, const int64_t *slots,
+                    const bf16 *q_norm, const bf16 *k_norm, float eps, bf16 *q, bf16 *keys,
+                    bf16 *values, int64_t n, int64_t num_heads, int64_t num_kv_heads, int64_t dim)
+{
+    #pragma omp parallel for if (n >= 8)
+    for (int64_t token = 0; token < n; token++) {
+        const bf16 *x = qkv + token * (num_heads + 2 * num_kv_heads) * dim;
+        const int64_t slot = slots[token];
+        bf16 normed[MAX_DIM];
+        for (int64_t head = 0; head < num_heads + num_kv_heads; head++, x += dim) {
+            const int is_key = head >= num_heads;
+            const bf16 *in = x;
+            if (q_norm) {
+                norm_row(x, is_key ? k_norm : q_norm, eps, normed, dim);
+                in = normed;
+            }
+            if (is_key && slot < 0)
+                continue;
+            bf16 *to = is_key ? keys + (slot * num_kv_heads + head - num_heads) * dim
+                              : q + (token * num_heads + head) * dim;
+            rotate(in, cos + token * dim / 2, sin + token * dim / 2, to, dim);
+        }
+        if (slot >= 0)
+            memcpy(values + slot * num_kv_heads * dim, x, num_kv_heads * dim * sizeof(bf16));
+    }
+}
+
+/* -- attention -- */
+
+struct attention {
+    const bf16 *q;           /* [num_tokens, num_heads, dim] */
+    const bf16 *keys;        /* [num_blocks, block_size, num_kv_heads, dim] */
+    const bf16 *values;      /* the same */
+    const int32_t *starts;   /* [num_seqs + 1]: of each sequence's queries */
+    const int32_t *seq_lens; /* [num_seqs] */
+    const int32_t *blocks;   /* [num_seqs, max_blocks] */
+    bf16 *out;               /* [num_tokens, num_heads, dim] */
+    int64_t num_seqs, max_blocks, block_size, num_heads, num_kv_heads, dim;
+    int64_t window; /* 0: none */
+    float scale;
+};
+
+/* What a task needs: it is all of one thread's own. */
+struct scratch {
+    float *scores; /* [keys, 16]: of each key with the queries of a task */
+    bf16 *probs;   /* [keys / 32, 16, 32] */
+    int64_t size;  /* keys there is room for */
+};
+
+static void make_room(struct scratch *scratch, int64_t size)
+{
+    if (scratch->size >= size)
+        return;
+    free(scratch->scores);
+    free(scratch->probs);
+    scratch->size = 2 * size;
+    scratch->scores = aligned_alloc(64, scratch->size * ROW_BYTES);
+    scratch->probs = aligned_alloc(64, scratch->size * ROWS * sizeof(bf16));
+    if (!scratch->scores || !scratch->probs)
+        abort();
+}
+
+static const bf16 *at_key(const struct attention *s, const bf16 *cache, int64_t seq,
+                          int64_t kv_head, int64_t key)
+{
+    const int64_t block = s->blocks[seq * s->max_blocks + key / s->block_size];
+    const int64_t slot = block * s->block_size + key % s->block_size;
+    return cache + (slot * s->num_kv_heads + kv_head) * s->dim;
+}
+
+/* The lower (at 0) or upper (at 16) halves of two rows of 32 bf16, as 16 pairs. */
+static __m512i interleave(__m512i even, __m512i odd, int at)
+{
+    const __m512i pairs = _mm512_add_epi32(
+        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+        _mm512_set1_epi32(at));
+    const __m512i odds = _mm512_slli_epi32(_mm512_add_epi32(pairs, _mm512_set1_epi32(32)), 16);
+    return _mm512_permutex2var_epi16(even, _mm512_or_si512(pairs, odds), odd);
+}
+
+/* Attention of `num_queries` tokens of one sequence, from its `first` on, with all the heads that
+ * share a KV head: columns of tiles, at most 16.
+ *
+ * Three passes over the keys the queries see, in steps of 32 from a multiple of 32: scores;
+ * exp(score - largest), rounded to bf16; products with the values. A key that one query of the
+ * task sees and another does not adds an exact 0 to the latter.
+ */
+static void attend(const struct attention *s, int64_t seq, int64_t kv_head, int64_t first,
+                   int64_t num_queries, struct scratch *scratch)
+{
+    const int64_t group = s->num_heads / s->num_kv_heads, columns = num_queries * group;
+    const int64_t dim = s->dim, token_size = s->num_kv_heads * dim;
+    const int64_t seq_len = s->seq_lens[seq];
+    const int64_t context = seq_len - (s->starts[seq + 1] - s->starts[seq]) + first;
+    const int64_t end = context + num_queries; /* of the keys seen */
+    const int64_t begin = s->window && context >= s->window
+        ? (context - s->window + 1) / PAIRS * PAIRS : 0;
+    const int64_t num_keys = (end - begin + PAIRS - 1) / PAIRS * PAIRS;
+    make_room(scratch, num_keys);
+
+    bf16 packed[MAX_DIM / PAIRS][ROWS][ROWS][2] __attribute__((aligned(64))); /* q, transposed */
+    memset(packed, 0, dim / PAIRS * sizeof(packed[0]));
+    int32_t last_seen[ROWS]; /* by each column; those that are no query's like the first */
+    for (int64_t c = 0; c < ROWS; c++) {
+        const int64_t query = c < columns ? c / group : 0;
+        last_seen[c] = context + query;
+        if (c >= columns)
+            continue;
+        const int64_t token = s->starts[seq] + first + query;
+        const bf16 *q = s->q + (token * s->num_heads + kv_head * group + c % group) * dim;
+        for (int64_t i = 0; i < dim / 2; i++)
+            memcpy(packed[i / ROWS][i % ROWS][c], q + 2 * i, 2 * sizeof(bf16));
+    }
+
+    /* Scores. Keys are rows of tiles as they lie in the cache. */
+    const __m512i last = _mm512_loadu_si512(last_seen);
+    const __m512i window = _mm512_set1_epi32(s->window ? s->window : INT32_MAX);
+    __m512 largest = _mm512_set1_ps(NEVER);
+    for (int64_t key = begin; key < begin + num_keys; key += ROWS) {
+        float *scores = scratch->scores + (key - begin) * ROWS;
+        if (key < end) {
+            const bf16 *k = at_key(s, s->keys, seq, kv_head, key);
+            _tile_zero(0);
+            for (int64_t i = 0; i < dim; i += PAIRS) {
+                _tile_loadd(6, k + i, token_size * sizeof(bf16));
+                _tile_loadd(7, packed[i / PAIRS], ROW_BYTES);
+                _tile_dpbf16ps(0, 6, 7);
+            }
+            _tile_stored(0, scores, ROW_BYTES);
+        }
+        for (int i = 0; i < ROWS; i++) {
+            const __m512i behind = _mm512_sub_epi32(last, _mm512_set1_epi32(key + i));
+            const __mmask16 seen = _mm512_cmpge_epi32_mask(behind, _mm512_setzero_si512())
+                & _mm512_cmplt_epi32_mask(behind, window);
+            const __m512 score = _mm512_mask_mul_ps(_mm512_set1_ps(NEVER), seen,
+                _mm512_load_ps(scores + i * ROWS), _mm512_set1_ps(s->scale));
+            _mm512_store_ps(scores + i * ROWS, score);
+            largest = _mm512_max_ps(largest, score);
+        }
+    }
+
+    /* Probabilities, not yet divided by their sums. */
+    const __m512i counting =
+        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i halves = _mm512_or_si512(counting,
+        _mm512_slli_epi32(_mm512_add_epi32(counting, _mm512_set1_epi32(ROWS)), 16));
+    __m512 sums = _mm512_setzero_ps();
+    for (int64_t step = 0; step < num_keys; step += PAIRS) {
+        bf16 pairs[ROWS][ROWS][2] __attribute__((aligned(64)));
+        for (int i = 0; i < ROWS; i++) {
+            const float *scores = scratch->scores + (step + 2 * i) * ROWS;
+            const __m512 even = exp16(_mm512_sub_ps(_mm512_load_ps(scores), largest));
+            const __m512 odd = exp16(_mm512_sub_ps(_mm512_load_ps(scores + ROWS), largest));
+            sums = _mm512_add_ps(_mm512_add_ps(sums, even), odd);
+            const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
+            _mm512_store_si512(pairs[i], _mm512_permutexvar_epi16(halves, both));
+        }
+        for (int64_t c = 0; c < columns; c++)
+            for (int i = 0; i < ROWS; i++)
+                memcpy(scratch->probs + step * ROWS + c * PAIRS + 2 * i, pairs[i][c], sizeof(pairs[i][c]));
+    }
+
+    /* Products with the values. */
+    float inverse[ROWS], products[2][ROWS][ROWS] __attribute__((aligned(64)));
+    _mm512_storeu_ps(inverse, _mm512_div_ps(_mm512_set1_ps(1), sums));
+    bf16 tiles[2][ROWS][PAIRS] __attribute__((aligned(64)));
+    for (int64_t i = 0; i < dim; i += PAIRS) {
+        const bf16 *v = s->values;
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t step = 0; step < num_keys; step += PAIRS) {
+            for (int j = 0; j < ROWS; j++) {
+                const int64_t key = begin + step + 2 * j;
+                if (j % (ROWS / 2) == 0 && key < end)
+                    v = at_key(s, s->values, seq, kv_head, key) + i;
+                /* What no query sees may be anything, even NaN. */
+                const __m512i even = _mm512_maskz_loadu_epi32(key < end ? -1 : 0, v);
+                const __m512i odd =
+                    _mm512_maskz_loadu_epi32(key + 1 < end ? -1 : 0, v + token_size);
+                v += 2 * token_size;
+                _mm512_store_si512(tiles[0][j], interleave(even, odd, 0));
+                _mm512_store_si512(tiles[1][j], interleave(even, odd, ROWS));
+            }
+            _tile_loadd(5, scratch->probs + step * ROWS, ROW_BYTES);
+            _tile_loadd(6, tiles[0], ROW_BYTES);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_loadd(7, tiles[1], ROW_BYTES);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(2, products[0], ROW_BYTES);
+        _tile_stored(3, products[1], ROW_BYTES);
+        for (int64_t c = 0; c < columns; c++) {
+            const int64_t token = s->starts[seq] + first + c / group;
+            bf16 *out = s->out + (token * s->num_heads + kv_head * group + c % group) * dim + i;
+            const __m512 factor = _mm512_set1_ps(inverse[c]);
+            store16(out, _mm512_mul_ps(_mm512_load_ps(products[0][c]), factor));
+            store16(out + ROWS, _mm512_mul_ps(_mm512_load_ps(products[1][c]), factor));
+        }
+    }
+}
+
+/* dim % 32 == block_size % 16 == 0; num_heads / num_kv_heads <= 16. */
+void attention(const struct attention *s)
+{
+    static __thread struct scratch scratch;
+    const int64_t group = s->num_heads / s->num_kv_heads, queries = ROWS / group;
+    int64_t next = 0;
+    #pragma omp parallel
+    {
+        configure(ROWS, ROWS);
+        int64_t task = 0, mine;
+        #pragma omp atomic capture
+        mine = next++;
+        for (int64_t seq = 0; seq < s->num_seqs; seq++) {
+            const int64_t query_len = s->starts[seq + 1] - s->starts[seq];
+            for (int64_t first = 0; first < query_len; first += queries) {
+                for (int64_t kv_head = 0; kv_head < s->num_kv_heads; kv_head++) {
+                    if (task++ != mine)
+                        continue;
+                    attend(s, seq, kv_head, first, MIN(queries, query_len - first), &scratch);
+                    #pragma omp atomic capture
+                    mine = next++;
+                }
+            }
+        }
+        _tile_release();
+    }
+}

@@ -1,0 +1,41 @@
+"""Greedy generation, by our engine and by transformers' model."""
+
+from typing import Any
+
+import torch
+
+from backend.engine import Engine
+from backend.sequence import EngineRequest
+from tests.prompts import NUM_TOKENS
+
+
+def generate(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    """Run all prompts at once, checking the bookkeeping after every step."""
+    generated: list[list[int]] = [[] for _ in prompts]
+    for i, token_ids in enumerate(prompts):
+        engine.reserve()
+        engine.submit(EngineRequest(i, token_ids, NUM_TOKENS))
+    unfinished = len(prompts)
+    while unfinished:
+        for output in engine.step():
+            generated[output.request_id] += [token.token_id for token in output.tokens]
+            unfinished -= output.finish_reason is not None
+        engine.scheduler.check_integrity()
+    assert engine.stats().num_used_blocks == 0
+    return generated
+
+
+def transformers_output(model: Any, prompt: list[int], guess: list[int]) -> list[int]:
+    """The likeliest next token, NUM_TOKENS times. A guess saves time as far as it is right."""
+    output: list[int] = []
+    guess = guess[: NUM_TOKENS - 1]
+    while len(output) < NUM_TOKENS:
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + output + guess])).logits[0]
+        likeliest = logits[-len(guess) - 1 :].argmax(-1).tolist()
+        for token_id, guessed in zip(likeliest, [*guess, None], strict=True):
+            output.append(token_id)
+            if token_id != guessed:
+                break
+        guess = []
+    return output
