@@ -22,6 +22,7 @@ enum {
     ROW_BYTES = 64, /* of a tile: 16 float32, or 16 pairs of bf16 */
     PAIRS = 32,     /* bf16 in a row of a tile */
     TILE = ROWS * PAIRS,
+    AHEAD = 8, /* tiles */
 };
 
 #define MAX_DIM 256      /* of a head */
@@ -99,13 +100,11 @@ static void configure(int upper, int lower)
 
 /* -- linear -- */
 
-#ifndef AHEAD
-#define AHEAD 8
-#endif
-static inline void prefetch(const bf16 *tile)
+/* Tiles are read too seldom for the processor to foresee the next ones. */
+static void prefetch_tile(const bf16 *row, int64_t stride)
 {
     for (int i = 0; i < ROWS; i++)
-        _mm_prefetch(tile + AHEAD * TILE + i * PAIRS, _MM_HINT_T0);
+        _mm_prefetch(row + i * stride, _MM_HINT_T0);
 }
 
 static void store_row(void *out, int is_float, int64_t offset, const float *sums, const bf16 *bias)
@@ -152,8 +151,8 @@ void linear(const bf16 *x, const bf16 *weight, const bf16 *bias, void *out, int 
                 if (!lower) {
                     for (int64_t i = 0; i < k; i += PAIRS) {
                         if (!row) {
-                            prefetch(left + i * ROWS);
-                            prefetch(right + i * ROWS);
+                            prefetch_tile(left + i * ROWS + AHEAD * TILE, PAIRS);
+                            prefetch_tile(right + i * ROWS + AHEAD * TILE, PAIRS);
                         }
                         _tile_loadd(4, a + i, stride);
                         _tile_loadd(6, left + i * ROWS, ROW_BYTES);
@@ -166,8 +165,8 @@ void linear(const bf16 *x, const bf16 *weight, const bf16 *bias, void *out, int 
                     _tile_zero(3);
                     for (int64_t i = 0; i < k; i += PAIRS) {
                         if (!row) {
-                            prefetch(left + i * ROWS);
-                            prefetch(right + i * ROWS);
+                            prefetch_tile(left + i * ROWS + AHEAD * TILE, PAIRS);
+                            prefetch_tile(right + i * ROWS + AHEAD * TILE, PAIRS);
                         }
                         _tile_loadd(4, a + i, stride);
                         _tile_loadd(6, left + i * ROWS, ROW_BYTES);
@@ -382,8 +381,13 @@ static void attend(const struct attention *s, int64_t seq, int64_t kv_head, int6
         float *scores = scratch->scores + (key - begin) * ROWS;
         if (key < end) {
             const bf16 *k = at_key(s, s->keys, seq, kv_head, key);
+            const bf16 *v = at_key(s, s->values, seq, kv_head, key);
+            const int64_t ahead = MIN(key + 2 * ROWS, end - 1);
+            const bf16 *next = at_key(s, s->keys, seq, kv_head, ahead / ROWS * ROWS);
             _tile_zero(0);
             for (int64_t i = 0; i < dim; i += PAIRS) {
+                prefetch_tile(v + i, token_size);
+                prefetch_tile(next + i, token_size);
                 _tile_loadd(6, k + i, token_size * sizeof(bf16));
                 _tile_loadd(7, packed[i / PAIRS], ROW_BYTES);
                 _tile_dpbf16ps(0, 6, 7);
@@ -486,5 +490,59 @@ void attention(const struct attention *s)
             }
         }
         _tile_release();
+    }
+}
+
+/* -- all layers of a model -- */
+
+struct linear {
+    const bf16 *weight, *bias;
+};
+
+struct layer {
+    const bf16 *input_norm, *post_attention_norm, *q_norm, *k_norm;
+    struct linear qkv, o, gate_up, down;
+    bf16 *keys, *values;
+};
+
+struct decoder {
+    const struct layer *layers;
+    const bf16 *norm; /* of the last layer's output */
+    bf16 *residual;   /* [n, hidden]: embeddings, overwritten */
+    bf16 *x;          /* [n, hidden]: the result */
+    bf16 *qkv;        /* [n, num_heads + 2 * num_kv_heads, dim] */
+    bf16 *gate_up;    /* [n, 2 * intermediate] */
+    bf16 *activated;  /* [n, intermediate] */
+    const float *cos, *sin;
+    const int64_t *slots;
+    int64_t num_layers, n, hidden, intermediate;
+    float eps;
+    struct attention attention; /* without keys and values */
+};
+
+/* What `LlamaModel.forward` does, by the same functions, in one call. */
+void decode(const struct decoder *d)
+{
+    struct attention a = d->attention;
+    const int64_t n = d->n, hidden = d->hidden, intermediate = d->intermediate;
+    const int64_t q_size = a.num_heads * a.dim, kv_size = a.num_kv_heads * a.dim;
+    bf16 *const q = (bf16 *)a.q, *const x = d->x;
+
+    rms_norm(d->residual, NULL, d->layers[0].input_norm, d->eps, x, n, hidden);
+    for (int64_t i = 0; i < d->num_layers; i++) {
+        const struct layer *l = d->layers + i;
+        const bf16 *next_norm = i + 1 < d->num_layers ? l[1].input_norm : d->norm;
+        linear(x, l->qkv.weight, l->qkv.bias, d->qkv, 0, n, hidden, q_size + 2 * kv_size);
+        rope_and_cache(d->qkv, d->cos, d->sin, d->slots, l->q_norm, l->k_norm, d->eps, q, l->keys,
+                       l->values, n, a.num_heads, a.num_kv_heads, a.dim);
+        a.keys = l->keys;
+        a.values = l->values;
+        attention(&a);
+        linear(a.out, l->o.weight, l->o.bias, x, 0, n, q_size, hidden);
+        rms_norm(x, d->residual, l->post_attention_norm, d->eps, x, n, hidden);
+        linear(x, l->gate_up.weight, l->gate_up.bias, d->gate_up, 0, n, hidden, 2 * intermediate);
+        silu_and_mul(d->gate_up, d->activated, n, intermediate);
+        linear(d->activated, l->down.weight, l->down.bias, x, 0, n, intermediate, hidden);
+        rms_norm(x, d->residual, next_norm, d->eps, x, n, hidden);
     }
 }

@@ -10,8 +10,10 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +41,35 @@ class _Attention(ctypes.Structure):
     ]
 
 
+class _Linear(ctypes.Structure):
+    """struct linear of cpu.c."""
+
+    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
+
+
+class _Layer(ctypes.Structure):
+    """struct layer of cpu.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("input_norm", "post_attention_norm")),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm")),
+        *((name, _Linear) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+    ]
+
+
+class _Decoder(ctypes.Structure):
+    """struct decoder of cpu.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("layers", "norm", "residual", "x", "qkv")),
+        *((name, ctypes.c_void_p) for name in ("gate_up", "activated", "cos", "sin", "slots")),
+        *((name, ctypes.c_int64) for name in ("num_layers", "n", "hidden", "intermediate")),
+        ("eps", ctypes.c_float),
+        ("attention", _Attention),
+    ]
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled operations; None where there is no AMX or no compiler."""
@@ -62,6 +93,7 @@ def library() -> ctypes.CDLL | None:
         "silu_and_mul": [pointer] * 2 + [size] * 2,
         "rope_and_cache": [pointer] * 6 + [real] + [pointer] * 3 + [size] * 4,
         "attention": [ctypes.POINTER(_Attention)],
+        "decode": [ctypes.POINTER(_Decoder)],
     }
     for name, argtypes in signatures.items():
         function = getattr(lib, name)
@@ -122,7 +154,7 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, dtype: torch.dtype) -
     _library().linear(
         x.data_ptr(),
         packed.data_ptr(),
-        None if bias is None else bias.data_ptr(),
+        _pointer(bias),
         out.data_ptr(),
         dtype == torch.float32,
         m,
@@ -139,7 +171,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
     _library().rms_norm(
         x.data_ptr(),
-        None if residual is None else residual.data_ptr(),
+        _pointer(residual),
         weight.data_ptr(),
         eps,
         out.data_ptr(),
@@ -177,12 +209,11 @@ def rope_and_cache(
         cos.data_ptr(),
         sin.data_ptr(),
         slot_mapping.data_ptr(),
-        None if q_norm is None else q_norm.data_ptr(),
-        None if k_norm is None else k_norm.data_ptr(),
+        _pointer(q_norm),
+        _pointer(k_norm),
         eps,
         q.data_ptr(),
-        kv_cache.data[0].data_ptr(),
-        kv_cache.data[1].data_ptr(),
+        *_keys_and_values(kv_cache),
         n,
         num_heads,
         num_kv_heads,
@@ -202,7 +233,7 @@ def attends(q: Tensor, kv_cache: KVCache, soft_cap: float | None) -> bool:
     return (
         caches(q, kv_cache)
         and block_size % _TILE_ROWS == 0
-        and q.shape[1] <= _TILE_ROWS * num_kv_heads
+        and q.shape[-2] <= _TILE_ROWS * num_kv_heads
         and soft_cap is None
     )
 
@@ -215,14 +246,120 @@ def attention(
     sliding_window: int | None,
 ) -> Tensor:
     """See `kernels.attention`."""
-    _, _, block_size, num_kv_heads, dim = kv_cache.data.shape
     q = q.contiguous()
-    assert metadata.block_tables.is_contiguous()
     out = torch.empty_like(q)
-    arguments = _Attention(
+    arguments = _attention(q, out, kv_cache, metadata, scale, sliding_window)
+    arguments.keys, arguments.values = _keys_and_values(kv_cache)
+    _library().attention(ctypes.byref(arguments))
+    return out
+
+
+class LayerWeights(NamedTuple):
+    """Of one decoder layer; each pair is a packed weight and its bias."""
+
+    input_norm: Tensor
+    post_attention_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    qkv: tuple[Tensor, Tensor | None]
+    o: tuple[Tensor, Tensor | None]
+    gate_up: tuple[Tensor, Tensor | None]
+    down: tuple[Tensor, Tensor | None]
+
+
+class Decoder:
+    """All layers of a Llama in one call: between operations nothing of Python runs.
+
+    Args:
+        norm: Of the last layer's output.
+    """
+
+    def __init__(self, layers: Sequence[LayerWeights], norm: Tensor, eps: float) -> None:
+        self._weights = layers, norm  # whose memory the pointers below are to
+        self._eps = eps
+        self._layers = (_Layer * len(layers))()
+        for struct, layer in zip(self._layers, layers, strict=True):
+            for name, value in layer._asdict().items():
+                pointers = (
+                    _Linear(*map(_pointer, value)) if isinstance(value, tuple) else _pointer(value)
+                )
+                setattr(struct, name, pointers)
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerWeights], norm: Tensor, eps: float) -> "Decoder | None":
+        """None where not all that is in a layer is for the operations here."""
+        packed = (pair[0].dim() == 4 for layer in layers for pair in layer[4:])
+        return cls(layers, norm, eps) if takes(norm) and all(packed) else None
+
+    def takes(self, kv_cache: KVCache) -> bool:
+        """Whether layers can have caches like this."""
+        dim = kv_cache.data.shape[-1]
+        return attends(self._weights[1].new_empty(self._num_heads(kv_cache), dim), kv_cache, None)
+
+    def __call__(
+        self,
+        residual: Tensor,  # [n, hidden]: embeddings, overwritten
+        cos: Tensor,  # [n, head_dim // 2] float32
+        sin: Tensor,  # [n, head_dim // 2] float32
+        kv_caches: Sequence[KVCache],  # such as `attends` takes
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """The last layer's output, normalised. [n, hidden]"""
+        layers, norm = self._weights
+        num_kv_heads, dim = kv_caches[0].data.shape[-2:]
+        n, hidden = residual.shape
+        num_heads = self._num_heads(kv_caches[0])
+        intermediate = layers[0].down[0].shape[1] * 2
+        for struct, kv_cache in zip(self._layers, kv_caches, strict=True):
+            struct.keys, struct.values = _keys_and_values(kv_cache)
+        x, q = torch.empty_like(residual), residual.new_empty(n, num_heads, dim)
+        attended = torch.empty_like(q)
+        qkv = residual.new_empty(n, num_heads + 2 * num_kv_heads, dim)
+        gate_up, activated = (
+            residual.new_empty(n, 2 * intermediate),
+            residual.new_empty(n, intermediate),
+        )
+        arguments = _Decoder(
+            layers=ctypes.addressof(self._layers),
+            norm=norm.data_ptr(),
+            residual=residual.data_ptr(),
+            x=x.data_ptr(),
+            qkv=qkv.data_ptr(),
+            gate_up=gate_up.data_ptr(),
+            activated=activated.data_ptr(),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            slots=metadata.slot_mapping.data_ptr(),
+            num_layers=len(layers),
+            n=n,
+            hidden=hidden,
+            intermediate=intermediate,
+            eps=self._eps,
+            attention=_attention(q, attended, kv_caches[0], metadata, scale, sliding_window),
+        )
+        _library().decode(ctypes.byref(arguments))
+        return x
+
+    def _num_heads(self, kv_cache: KVCache) -> int:
+        num_kv_heads, dim = kv_cache.data.shape[-2:]
+        return len(self._weights[0][0].qkv[0]) * _TILE_ROWS // dim - 2 * num_kv_heads
+
+
+def _attention(
+    q: Tensor,
+    out: Tensor,
+    kv_cache: KVCache,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> _Attention:
+    """Without the addresses of keys and values."""
+    _, _, block_size, num_kv_heads, dim = kv_cache.data.shape
+    assert metadata.block_tables.is_contiguous()
+    return _Attention(
         q=q.data_ptr(),
-        keys=kv_cache.data[0].data_ptr(),
-        values=kv_cache.data[1].data_ptr(),
         starts=metadata.query_start_loc.data_ptr(),
         seq_lens=metadata.seq_lens.data_ptr(),
         blocks=metadata.block_tables.data_ptr(),
@@ -236,8 +373,15 @@ def attention(
         window=sliding_window or 0,
         scale=scale,
     )
-    _library().attention(ctypes.byref(arguments))
-    return out
+
+
+def _keys_and_values(kv_cache: KVCache) -> tuple[int, int]:
+    keys = kv_cache.data.data_ptr()
+    return keys, keys + kv_cache.data.nbytes // 2
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _library() -> ctypes.CDLL:

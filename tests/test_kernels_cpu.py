@@ -4,8 +4,10 @@ import logging
 
 import pytest
 import torch
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import kernels
+from backend.models import load_model
 from kernels import KVCache, cpu, reference
 from tests.interpreter import BF16, error, poisoned_memory  # noqa: F401
 from tests.test_kernels import (
@@ -19,6 +21,7 @@ from tests.test_kernels import (
     random_qkv,
     rotated,
 )
+from tests.test_models import make_hf_model
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="needs a CPU with AMX and a compiler")
 
@@ -210,6 +213,59 @@ def test_what_else_is_left_to_the_twin(heads, head_dim, options):
     assert not cpu.attends(q, kv_cache, None)
     out = kernels.attention(q, kv_cache, metadata, 0.125)
     assert error(out, dense_attention(q, kv_cache, metadata, 0.125)) < BOUND
+
+
+# -- all layers at once --
+
+TINY = dict(
+    vocab_size=96,
+    hidden_size=96,
+    intermediate_size=160,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=512,
+)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**TINY, attention_bias=True, mlp_bias=True),
+        MistralConfig(**TINY, sliding_window=7),
+        Qwen2Config(**TINY),
+        Qwen3Config(**TINY),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_all_layers_in_one_call_are_the_same_to_the_bit(config, tmp_path):
+    make_hf_model(config).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), DTYPE, torch.device("cpu"))
+    decoder = model._decoder
+    for batch in (MIXED, [(1, 40)]):
+        tables = torch.randperm(len(batch) * 32).view(len(batch), 32)
+        metadata = make_metadata(batch, tables)
+        input_ids = torch.randint(96, metadata.slot_mapping.shape)
+        positions = torch.cat([torch.arange(end - length, end) for length, end in batch])
+        seen = torch.randn(3, 2, tables.numel(), 16, 2, 32).to(DTYPE)
+        outputs = []
+        for model._decoder in (decoder, None):
+            caches = [KVCache(data.clone()) for data in seen]
+            hidden = model.forward(input_ids, positions, caches, metadata)
+            outputs.append([hidden, model.compute_logits(hidden), *(data for data, _ in caches)])
+        for at_once, one_by_one in zip(*outputs, strict=True):
+            assert torch.equal(at_once, one_by_one)
+
+
+def test_caches_that_it_can_not_have(tmp_path):
+    make_hf_model(LlamaConfig(**TINY)).save_pretrained(tmp_path)
+    decoder = load_model(str(tmp_path), DTYPE, torch.device("cpu"))._decoder
+    assert decoder.takes(KVCache.empty(1, 16, 2, 32, DTYPE))
+    assert not decoder.takes(KVCache.empty(1, 16, 2, 32, torch.int8))
+    assert not decoder.takes(KVCache.empty(1, 8, 2, 32, DTYPE))
+    assert load_model(str(tmp_path), torch.float32, torch.device("cpu"))._decoder is None
 
 
 # -- the library --

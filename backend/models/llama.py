@@ -23,6 +23,7 @@ from kernels import (
     rope_and_cache,
     silu_and_mul,
 )
+from kernels.cpu import Decoder, LayerWeights
 
 
 class LlamaModel:
@@ -59,6 +60,9 @@ class LlamaModel:
         for layer in self.layers:
             layer.pack()
         self.lm_head = pack_linear(self.lm_head)
+        self._decoder = Decoder.of(
+            [layer.weights() for layer in self.layers], self.norm, config.rms_norm_eps
+        )
 
         positions = torch.arange(config.max_position_embeddings, dtype=torch.float32, device=device)
         inv_freq = torch.tensor(config.rope_inv_freq, dtype=torch.float32, device=device)
@@ -87,6 +91,9 @@ class LlamaModel:
         eps = self.config.rms_norm_eps
         cos, sin = self.cos[positions], self.sin[positions]  # [num_tokens, head_dim // 2]
         residual = F.embedding(input_ids, self.embed_tokens)  # [num_tokens, hidden]
+        if self._decoder and not lora and self._decoder.takes(kv_caches[0]):
+            scale, window = self.config.head_dim**-0.5, self.config.sliding_window
+            return self._decoder(residual, cos, sin, kv_caches, metadata, scale, window)
         x = rms_norm(residual, self.layers[0].input_norm, eps)  # [num_tokens, hidden]
         # Each addition to the residual stream is fused with the norm of whoever reads it next.
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
@@ -233,6 +240,12 @@ class _DecoderLayer:
     def pack(self) -> None:
         for part in self.linears:
             part.weight = pack_linear(part.weight)
+
+    def weights(self) -> LayerWeights:
+        pairs = [(part.weight, part.bias) for part in self.linears]
+        return LayerWeights(
+            self.input_norm, self.post_attention_norm, self.q_norm, self.k_norm, *pairs
+        )
 
 
 class _Linear:
