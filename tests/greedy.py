@@ -1,20 +1,30 @@
-"""Greedy generation, by our engine and by transformers' model."""
+"""Generation by our engine, and greedily by transformers' model."""
 
 from typing import Any
 
 import torch
 
 from backend.engine import Engine
+from backend.model_runner import ModelRunner
 from backend.sequence import EngineRequest
 from tests.prompts import NUM_TOKENS
 
 
-def generate(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+class SmallerRunner:
+    """The same model and cache, of which only the first blocks may be used."""
+
+    def __init__(self, runner: ModelRunner, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.overlaps = runner.overlaps
+        self.launch = runner.launch
+
+
+def generate(engine: Engine, prompts: list[list[int]], **sampling: Any) -> list[list[int]]:
     """Run all prompts at once, checking the bookkeeping after every step."""
     generated: list[list[int]] = [[] for _ in prompts]
     for i, token_ids in enumerate(prompts):
         engine.reserve()
-        engine.submit(EngineRequest(i, token_ids, NUM_TOKENS))
+        engine.submit(EngineRequest(i, token_ids, NUM_TOKENS, **sampling))
     unfinished = len(prompts)
     while unfinished:
         for output in engine.step():

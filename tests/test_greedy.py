@@ -1,19 +1,9 @@
 """Token for token the greedy output of transformers' own model in float32, however scheduled."""
 
 from backend.engine import Engine
-from backend.model_runner import ModelRunner
 from tests.conftest import FLOAT32
-from tests.greedy import generate
+from tests.greedy import SmallerRunner, generate
 from tests.prompts import NUM_TOKENS
-
-
-class SmallerRunner:
-    """The same model and cache, of which only the first blocks may be used."""
-
-    def __init__(self, runner: ModelRunner, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self.overlaps = runner.overlaps
-        self.launch = runner.launch
 
 
 def make_engine(runner, **changes) -> Engine:
