@@ -3,6 +3,13 @@
 #   docker run --gpus all --shm-size 1g -p 8000-8002:8000-8002 tritium
 FROM nvcr.io/nvidia/tritonserver:26.06-py3
 
+# Kernels are compiled when they are first used: Triton-lang's launcher, which needs Python.h, and
+# those in C. In the versions of the base image's distribution.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --no-install-recommends -y gcc libc6-dev python3-dev \
+    && rm -rf /var/lib/apt/lists/*
+
 WORKDIR /opt/tritium
 
 # The image has a Triton Server of its own: of what the server needs, only the model is missing.

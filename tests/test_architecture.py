@@ -4,6 +4,7 @@ import ast
 import io
 import re
 import tokenize
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,14 @@ def test_the_shape_of_the_repository():
         assert (ROOT / file).is_file(), file
     assert list((ROOT / "model_repository").glob("*/config.pbtxt"))
     assert list((ROOT / "model_repository").glob("*/1/model.py"))
+
+
+def test_the_image_is_built_from_all_packages():
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "packages"
+    ]
+    taken = (ROOT / ".dockerignore").read_text().split()
+    assert {f"!{package.partition('.')[0]}" for package in packages} <= set(taken)
 
 
 # -- who imports whom --
