@@ -78,6 +78,7 @@ class _Compiling:
 
     request: GenerationRequest
     responder: Responder
+    arrival_time: float
 
 
 class Front:
@@ -128,6 +129,7 @@ class Front:
         self, inputs: Mapping[str, np.ndarray], parameters: str, responder: Responder
     ) -> None:
         """Accept a request or answer it with an error. Never raises."""
+        arrival_time = time.perf_counter()
         try:
             request = parse(inputs, parameters)
             self._check(request)
@@ -137,11 +139,11 @@ class Front:
             return
         if request.form:
             compiling_id = next(self._compiling_ids)
-            self._compiling[compiling_id] = _Compiling(request, responder)
+            self._compiling[compiling_id] = _Compiling(request, responder, arrival_time)
             compiled = self._grammars.compile(request.form)
             compiled.add_done_callback(partial(self._submit_compiled, compiling_id))
         else:
-            self._submit(request, responder)
+            self._submit(request, responder, arrival_time)
 
     def stop(self) -> None:
         """Let running requests end for `drain_seconds`, then end what is left with an error."""
@@ -164,12 +166,13 @@ class Front:
         with self._compiling_lock:
             compiling = self._compiling.pop(compiling_id, None)
         if compiling:  # not cancelled meanwhile
-            self._submit(compiling.request, compiling.responder, compiled)
+            self._submit(compiling.request, compiling.responder, compiling.arrival_time, compiled)
 
     def _submit(
         self,
         request: GenerationRequest,
         responder: Responder,
+        arrival_time: float,
         compiled: Future[Grammar] | None = None,
     ) -> None:
         """Hand a request over on its reserved places, or answer it with an error. Never raises."""
@@ -181,7 +184,10 @@ class Front:
             live = _Live(
                 request,
                 responder,
-                {r.request_id: self._output(request, prompt_token_ids) for r in engine_requests},
+                {
+                    r.request_id: self._output(request, prompt_token_ids, arrival_time)
+                    for r in engine_requests
+                },
                 len(prompt_token_ids),
             )
             for request_id in live.outputs:
@@ -202,7 +208,9 @@ class Front:
         self._metrics.request_finished(error.code.lower())
         responder.fail(error)
 
-    def _output(self, request: GenerationRequest, prompt_token_ids: list[int]) -> RequestOutput:
+    def _output(
+        self, request: GenerationRequest, prompt_token_ids: list[int], arrival_time: float
+    ) -> RequestOutput:
         sampling = request.sampling
         return RequestOutput(
             self._tokenizer.detokenizer(prompt_token_ids, sampling.skip_special_tokens),
@@ -215,6 +223,7 @@ class Front:
             trim_blanks=(
                 self._config.trim_blanks if sampling.trim_blanks is None else sampling.trim_blanks
             ),
+            arrival_time=arrival_time,
         )
 
     def _encode(self, request: GenerationRequest) -> list[int]:
