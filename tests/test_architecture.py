@@ -97,11 +97,9 @@ def test_the_shape_of_the_repository():
 
 
 def test_the_image_is_built_from_all_packages():
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
-        "packages"
-    ]
-    taken = (ROOT / ".dockerignore").read_text().split()
-    assert {f"!{package.partition('.')[0]}" for package in packages} <= set(taken)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    folders = {f"!{name.partition('.')[0]}" for name in project["tool"]["setuptools"]["packages"]}
+    assert folders <= set((ROOT / ".dockerignore").read_text().split())
 
 
 # -- who imports whom --
