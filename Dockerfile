@@ -25,8 +25,8 @@ RUN pip install --no-cache-dir --no-deps .
 # As a backend, too: model folders with `backend: "tritium"` need no model.py.
 COPY tritium /opt/tritonserver/backends/tritium
 
-# Compiled kernels: triton-server, the user below, has no home folder.
-ENV TRITON_CACHE_DIR=/tmp/triton-lang
+# Compiled kernels, of Triton-lang and of C: triton-server, the user below, has no home folder.
+ENV TRITON_CACHE_DIR=/tmp/triton-lang XDG_CACHE_HOME=/tmp/cache
 
 USER 1000:1000
 EXPOSE 8000 8001 8002
