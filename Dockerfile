@@ -3,6 +3,13 @@
 #   docker run --gpus all --shm-size 1g -p 8000-8002:8000-8002 tritium
 FROM nvcr.io/nvidia/tritonserver:26.06-py3
 
+# Kernels are compiled when they are first used: Triton-lang's launcher, which needs Python.h, and
+# those in C. In the versions of the base image's distribution.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --no-install-recommends -y gcc libc6-dev python3-dev \
+    && rm -rf /var/lib/apt/lists/*
+
 WORKDIR /opt/tritium
 
 # The image has a Triton Server of its own: of what the server needs, only the model is missing.
@@ -18,8 +25,8 @@ RUN pip install --no-cache-dir --no-deps .
 # As a backend, too: model folders with `backend: "tritium"` need no model.py.
 COPY tritium /opt/tritonserver/backends/tritium
 
-# Compiled kernels: triton-server, the user below, has no home folder.
-ENV TRITON_CACHE_DIR=/tmp/triton-lang
+# Compiled kernels, of Triton-lang and of C: triton-server, the user below, has no home folder.
+ENV TRITON_CACHE_DIR=/tmp/triton-lang XDG_CACHE_HOME=/tmp/cache
 
 USER 1000:1000
 EXPOSE 8000 8001 8002

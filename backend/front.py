@@ -72,6 +72,15 @@ class _Live:
     cancelling: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Compiling:
+    """A request that has its places and waits for the grammar of its answer."""
+
+    request: GenerationRequest
+    responder: Responder
+    arrival_time: float
+
+
 class Front:
     """Serves requests with an engine on a thread of its own.
 
@@ -102,6 +111,10 @@ class Front:
         self._eos_token_ids = eos_token_ids
         self._metrics = metrics
         self._live: dict[int, _Live] = {}  # by the engine's request ids
+        # By ids: the callbacks of grammars live as long as those, and responders must not.
+        self._compiling: dict[int, _Compiling] = {}
+        self._compiling_ids = count()
+        self._compiling_lock = threading.Lock()
         self._request_ids = count()
         self._outputs: queue.SimpleQueue[list[EngineOutput] | None] = queue.SimpleQueue()
         self._engine = Engine(config, runner, self._outputs.put)
@@ -116,6 +129,7 @@ class Front:
         self, inputs: Mapping[str, np.ndarray], parameters: str, responder: Responder
     ) -> None:
         """Accept a request or answer it with an error. Never raises."""
+        arrival_time = time.perf_counter()
         try:
             request = parse(inputs, parameters)
             self._check(request)
@@ -124,10 +138,12 @@ class Front:
             self._refuse(responder, error)
             return
         if request.form:
+            compiling_id = next(self._compiling_ids)
+            self._compiling[compiling_id] = _Compiling(request, responder, arrival_time)
             compiled = self._grammars.compile(request.form)
-            compiled.add_done_callback(partial(self._submit, request, responder))
+            compiled.add_done_callback(partial(self._submit_compiled, compiling_id))
         else:
-            self._submit(request, responder)
+            self._submit(request, responder, arrival_time)
 
     def stop(self) -> None:
         """Let running requests end for `drain_seconds`, then end what is left with an error."""
@@ -145,22 +161,33 @@ class Front:
             )
         self._check_lora(request.sampling.lora_name)
 
+    def _submit_compiled(self, compiling_id: int, compiled: Future[Grammar]) -> None:
+        """Never raises."""
+        with self._compiling_lock:
+            compiling = self._compiling.pop(compiling_id, None)
+        if compiling:  # not cancelled meanwhile
+            self._submit(compiling.request, compiling.responder, compiling.arrival_time, compiled)
+
     def _submit(
         self,
         request: GenerationRequest,
         responder: Responder,
+        arrival_time: float,
         compiled: Future[Grammar] | None = None,
     ) -> None:
         """Hand a request over on its reserved places, or answer it with an error. Never raises."""
         live = None
         try:
-            grammar = compiled.result() if compiled else None
+            grammar = _grammar(request, compiled) if compiled else None
             prompt_token_ids = self._encode(request)
             engine_requests = self._engine_requests(request, prompt_token_ids, grammar)
             live = _Live(
                 request,
                 responder,
-                {r.request_id: self._output(request, prompt_token_ids) for r in engine_requests},
+                {
+                    r.request_id: self._output(request, prompt_token_ids, arrival_time)
+                    for r in engine_requests
+                },
                 len(prompt_token_ids),
             )
             for request_id in live.outputs:
@@ -181,7 +208,9 @@ class Front:
         self._metrics.request_finished(error.code.lower())
         responder.fail(error)
 
-    def _output(self, request: GenerationRequest, prompt_token_ids: list[int]) -> RequestOutput:
+    def _output(
+        self, request: GenerationRequest, prompt_token_ids: list[int], arrival_time: float
+    ) -> RequestOutput:
         sampling = request.sampling
         return RequestOutput(
             self._tokenizer.detokenizer(prompt_token_ids, sampling.skip_special_tokens),
@@ -194,6 +223,7 @@ class Front:
             trim_blanks=(
                 self._config.trim_blanks if sampling.trim_blanks is None else sampling.trim_blanks
             ),
+            arrival_time=arrival_time,
         )
 
     def _encode(self, request: GenerationRequest) -> list[int]:
@@ -346,7 +376,7 @@ class Front:
             if live.outputs[output.request_id].finish_reason:
                 continue  # more than was wanted, before the engine knew
             live.outputs[output.request_id].add(output)
-            if error := _error(output):
+            if error := _error(live.request, output):
                 self._end(live, output.finish_reason)
                 live.responder.fail(error)
                 if live.cancelling:
@@ -380,9 +410,25 @@ class Front:
                 self._engine.abort(request_id)
 
     def _poll(self) -> None:
+        for compiling_id in list(self._compiling):
+            try:
+                self._check_compiling(compiling_id)
+            except Exception:
+                logger.exception("a request that waits for its grammar could not be cancelled")
         for live in set(self._live.copy().values()):
             self._guarded(self._check_cancelled, live)
         self._metrics.update(self._engine.stats())
+
+    def _check_compiling(self, compiling_id: int) -> None:
+        with self._compiling_lock:  # nothing is asked once another thread may have answered
+            compiling = self._compiling.get(compiling_id)
+            if not compiling or not compiling.responder.is_cancelled():
+                return
+            del self._compiling[compiling_id]
+        logger.info("[vllm] Cancelling the request")
+        self._engine.release(compiling.request.sampling.n)
+        self._refuse(compiling.responder, Cancelled("the request was cancelled"))
+        logger.info("[vllm] Successfully cancelled the request")
 
     def _check_cancelled(self, live: _Live) -> None:
         if not live.cancelling and live.responder.is_cancelled():
@@ -402,7 +448,17 @@ def _give_way() -> None:
     os.setpriority(os.PRIO_PROCESS, thread, 10)
 
 
-def _error(output: EngineOutput) -> RequestError | None:
+def _grammar(request: GenerationRequest, compiled: Future[Grammar]) -> Grammar:
+    # Not raised itself: its traceback would hold on to this request for as long as it is kept.
+    error = compiled.exception()
+    if isinstance(error, RequestError):
+        raise type(error)(f"{request.form_name}: {error}")
+    if error:
+        raise RuntimeError(f"a form could not be compiled: {error!r}") from error
+    return compiled.result()
+
+
+def _error(request: GenerationRequest, output: EngineOutput) -> RequestError | None:
     """The error that a request ends with, None where it goes on or ends with an answer."""
     if output.finish_reason is FinishReason.CANCELLED:
         return Cancelled("the request was cancelled")
@@ -410,7 +466,7 @@ def _error(output: EngineOutput) -> RequestError | None:
         return Unavailable(output.error)
     if output.finish_reason is FinishReason.INVALID:
         return InvalidArgument(
-            f"structured_outputs: the answer can't go on in the form demanded: {output.error}"
+            f"{request.form_name}: the answer can't go on in the form demanded: {output.error}"
         )
     if output.finish_reason is FinishReason.ERROR:
         return RequestError(output.error)

@@ -15,21 +15,12 @@ import triton_python_backend_utils as pb_utils
 
 from backend.engine import EngineStats
 from backend.output import Usage
+from backend.sequence import FinishReason
 
 logger = logging.getLogger("tritium")
 
-_OUTCOMES = [
-    "stop",
-    "length",
-    "repetition",
-    "cancelled",
-    "shutdown",
-    "error",
-    "invalid_arg",
-    "unsupported",
-    "unavailable",
-    "internal",
-]
+# Finish reasons, and codes of errors that requests are refused with.
+_OUTCOMES = {*map(str, FinishReason), "invalid_arg", "unsupported", "unavailable", "internal"}
 # vLLM's boundaries, in seconds.
 _TTFT = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0]
 _TPOT = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5]

@@ -67,6 +67,7 @@ class RequestOutput:
         trim_blanks: Whether blanks at the end of the answer are left out.
         num_prompt_tokens: Of the prompt.
         clock: Seconds, as time.perf_counter.
+        arrival_time: By the clock; now, if none is given.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class RequestOutput:
         num_prompt_tokens: int,
         trim_blanks: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        arrival_time: float | None = None,
     ) -> None:
         self._detokenizer = detokenizer
         self._stop = stop
@@ -96,7 +98,7 @@ class RequestOutput:
         self._num_prompt_tokens = num_prompt_tokens
         self._num_cached_tokens = 0
         self._clock = clock
-        self._arrival_time = clock()
+        self._arrival_time = clock() if arrival_time is None else arrival_time
         self._scheduled_time = 0.0
         self._first_token_time = 0.0
         self._last_token_time = 0.0

@@ -88,6 +88,12 @@ class GenerationRequest:
         """That the answer must have."""
         return self.sampling.structured_outputs or (self.tools.form if self.tools else None)
 
+    @property
+    def form_name(self) -> str:
+        """Where the form comes from, for errors."""
+        given = self.sampling.structured_outputs
+        return "sampling parameter 'structured_outputs'" if given else "tools"
+
 
 def parse(inputs: Mapping[str, np.ndarray], parameters: str) -> GenerationRequest:
     """Read a request.

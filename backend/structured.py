@@ -21,7 +21,7 @@ from backend.errors import InvalidArgument, Unsupported
 from backend.structured_params import StructuredOutputs
 
 _NUM_THREADS = 2
-_MAX_GRAMMARS = 256  # kept compiled
+_MAX_GRAMMARS = 32  # kept compiled; the worst take 40 MiB each, most are compiled in 5 ms
 # A model that likes blanks would else write them until max_tokens. Enough for ten levels.
 _BLANKS = r"[ \t\r\n]{1,41}"
 _LIMITS = LLParserLimits(verbose_errors=False)  # no parser states in messages
@@ -107,8 +107,8 @@ class GrammarCompiler:
     def compile(self, form: StructuredOutputs) -> Future[Grammar]:
         """The grammar of a form, done at once where it is known.
 
-        It raises InvalidArgument, which names the field, its value and what is wrong, or
-        Unsupported, where llguidance does not take the model's tokenizer.
+        It raises InvalidArgument, which starts with the form's field, its value and what is wrong,
+        or Unsupported, where llguidance does not take the model's tokenizer.
         """
         with self._lock:
             future = self._grammars.pop(form, None) or self._pool.submit(self._compile, form)
@@ -125,7 +125,7 @@ class GrammarCompiler:
         try:
             tokenizer = self._tokenizer.result()
         except Exception as error:
-            raise Unsupported(f"structured_outputs: not with this tokenizer: {error}") from None
+            raise Unsupported(f"not supported with this tokenizer: {error}") from None
         try:
             matcher = LLMatcher(tokenizer, _source(form), log_level=0, limits=_LIMITS)
             trial = matcher.deep_copy()
@@ -134,9 +134,7 @@ class GrammarCompiler:
                 raise ValueError(_reason(trial.get_error()))
         except ValueError as error:
             name, value = form.demand
-            raise InvalidArgument(
-                f"structured_outputs: '{name}': {value!r:.100} is not allowed. {error}"
-            ) from None
+            raise InvalidArgument(f"'{name}': {value!r:.100} is not allowed. {error}") from None
         return Grammar(matcher)
 
 
@@ -251,12 +249,15 @@ def _digits(number: Any) -> int:
 
 
 def _close_objects(schema: Any) -> None:
-    """Forbid properties beyond those listed, where a schema doesn't speak of them; models invent
-    some. As in vLLM with its default library. Where schemas are merged, one would forbid what
-    the other lists."""
+    """Where a schema lists properties: demand an object with no others, unless it says otherwise.
+
+    Strictly, any number would do, too, and models invent properties. As in vLLM with its default
+    library. Where schemas are merged, one would forbid what the other lists.
+    """
     if not isinstance(schema, dict):
         return
     if "properties" in schema or "patternProperties" in schema:
+        schema.setdefault("type", "object")
         schema.setdefault("additionalProperties", False)
     for key in _SUBSCHEMAS_BY_NAME:
         by_name = schema.get(key)

@@ -29,6 +29,17 @@ def _schema_text(value: Any) -> Any:
     return json.dumps(schema, ensure_ascii=False)
 
 
+def _choices(value: Any) -> Any:
+    """A list of strings, as it is or as text: a parameter of `/generate` can't be a list."""
+    try:
+        choices = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        choices = None
+    if not isinstance(choices, list | tuple) or not all(isinstance(c, str) for c in choices):
+        raise ValueError("Input should be a list of strings, or its text")
+    return tuple(choices)
+
+
 class StructuredOutputs(BaseModel):
     """Exactly one of the first five, and details. The fields are vLLM's; the values hashable."""
 
@@ -36,7 +47,7 @@ class StructuredOutputs(BaseModel):
 
     json_schema: Annotated[str, BeforeValidator(_schema_text)] | None = Field(None, alias="json")
     regex: str | None = None
-    choice: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    choice: Annotated[tuple[str, ...], BeforeValidator(_choices), Field(min_length=1)] | None = None
     grammar: str | None = None  # Lark or GBNF, which has ::=
     json_object: bool | None = None
     disable_any_whitespace: bool = False

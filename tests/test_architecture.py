@@ -4,6 +4,7 @@ import ast
 import io
 import re
 import tokenize
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,12 @@ def test_the_shape_of_the_repository():
         assert (ROOT / file).is_file(), file
     assert list((ROOT / "model_repository").glob("*/config.pbtxt"))
     assert list((ROOT / "model_repository").glob("*/1/model.py"))
+
+
+def test_the_image_is_built_from_all_packages():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    folders = {f"!{name.partition('.')[0]}" for name in project["tool"]["setuptools"]["packages"]}
+    assert folders <= set((ROOT / ".dockerignore").read_text().split())
 
 
 # -- who imports whom --

@@ -252,6 +252,14 @@ def test_usage_of_what_never_left_the_queue():
     )
 
 
+def test_times_count_from_the_arrival():
+    """Which may have been long before the text side came to know of the request."""
+    output = make_output(["a"], clock=FakeClock(), arrival_time=98.0)
+    output.add(EngineOutput(0, tokens(0), STOP, scheduled_time=99.0))
+    usage = output.take().usage
+    assert (usage.queue_ms, usage.ttft_ms, usage.total_ms) == (1000.0, 2000.0, 2000.0)
+
+
 def test_a_hidden_stop_token_counts_as_a_token():
     output = make_output(["a", "</s>"])
     output.add(EngineOutput(0, tokens(0, 1), STOP))

@@ -1,9 +1,12 @@
 """Answers of random tokens, as far as their form allows: each has the form that was demanded."""
 
+import gc
 import itertools
 import json
 import re
 import threading
+import time
+import weakref
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from backend import structured
 from backend.engine import Engine
 from backend.errors import InvalidArgument, RequestError, Unsupported
 from backend.front import Front
@@ -25,6 +29,7 @@ VOCAB_SIZE = 49152
 EOS = 2  # <|im_end|>
 SPECIAL = range(17)  # all that SmolLM2 has
 NUM_WORDS = VOCAB_SIZE // 32
+STRNG = {"type": "strng"}
 
 
 @pytest.fixture(scope="module")
@@ -359,6 +364,15 @@ def test_no_properties_are_invented(compiler, tokenizer):
     assert not takes(tokenizer, grammar, '{"a":1,"b":2}')
 
 
+def test_a_schema_that_lists_properties_means_an_object(compiler, tokenizer):
+    listed = {"properties": {"a": {"type": "integer"}}}
+    grammar = compile_form(compiler, json={"properties": {"b": listed}, "required": ["b"]})
+    assert takes(tokenizer, grammar, '{"b":{"a":1}}')
+    assert not any(takes(tokenizer, grammar, text) for text in ("1", "null", '{"b":1}'))
+    grammar = compile_form(compiler, json={**listed, "type": ["object", "null"]})
+    assert takes(tokenizer, grammar, "null")
+
+
 @pytest.mark.parametrize(
     "schema",
     [
@@ -451,7 +465,7 @@ def many(n: int, schema: dict) -> dict:
 )
 def test_forms_that_are_refused(compiler, demand, said):
     message = refusal(compiler, **demand)
-    assert message.startswith("structured_outputs: '")
+    assert message.startswith(f"'{next(iter(demand))}': ")
     assert all(part in message for part in said), message
     assert len(message) < 600
 
@@ -651,6 +665,7 @@ class Client:
         self.reasons: list[str] = []
         self.error: RequestError | None = None
         self.ended = threading.Event()
+        self.cancelled = False
 
     def send(self, tensors, final) -> None:
         self.texts += [text.decode() for text in tensors["text_output"]]
@@ -663,7 +678,8 @@ class Client:
         self.ended.set()
 
     def is_cancelled(self) -> bool:
-        return False
+        assert not self.ended.is_set()
+        return self.cancelled
 
 
 class NoMetrics:
@@ -761,7 +777,61 @@ def test_a_form_that_nothing_fits_is_the_caller_s_fault(front):
     client = ask(front, structured_outputs={"regex": "[0-9]+"}, allowed_token_ids=[400])
     assert client.ended.wait(30)
     assert client.error and client.error.code == "INVALID_ARG"
-    assert str(client.error).startswith("structured_outputs: ")
+    assert str(client.error).startswith("sampling parameter 'structured_outputs': the answer")
+
+
+def test_where_a_form_that_is_refused_comes_from(front, tokenizer, monkeypatch):
+    client = ask(front, response_format={"type": "json_schema", "json_schema": {"schema": STRNG}})
+    assert client.ended.wait(30)
+    assert str(client.error).startswith("sampling parameter 'structured_outputs': 'json': ")
+    monkeypatch.setattr(tokenizer._hf, "chat_template", "{{ tools }}{{ messages }}")
+    tool = {
+        "type": "function",
+        "function": {"name": "a", "parameters": {"properties": {"b": STRNG}}},
+    }
+    inputs = {
+        "text_input": "",
+        "messages": json.dumps([{"role": "user", "content": "Hi"}]),
+        "tools": json.dumps([tool]),
+        "tool_choice": "required",
+    }
+    client = ask(front, inputs)
+    assert client.ended.wait(30)
+    assert str(client.error).startswith("tools: 'json': ")
+
+
+@pytest.mark.parametrize("demand", [{"regex": "[0-3]{9}"}, {"regex": "[0-3{9}"}])
+def test_requests_that_have_ended_are_not_held(front, monkeypatch, demand):
+    """Triton Server does not unload a model while a request of it lives."""
+    source = structured._source
+    # Longer than it takes to wait for it.
+    monkeypatch.setattr(structured, "_source", lambda form: time.sleep(0.3) or source(form))
+    held = []
+    for _ in range(3):
+        client = ask(front, structured_outputs=demand)
+        assert client.ended.wait(30)
+        held.append(weakref.ref(client))
+    del client
+    assert ask(front, max_tokens=1).ended.wait(30)
+    gc.collect()
+    assert not any(client() for client in held)
+
+
+def test_a_request_that_waits_for_the_compiler_can_be_cancelled(front, monkeypatch):
+    go_on = threading.Event()
+    source = structured._source
+    monkeypatch.setattr(structured, "_source", lambda form: go_on.wait(20) and source(form))
+    clients = [ask(front, structured_outputs={"regex": f"a{i}"}) for i in range(10)]  # all places
+    assert ask(front).error.code == "UNAVAILABLE"
+    for client in clients[1:]:
+        client.cancelled = True
+    assert all(client.ended.wait(5) for client in clients[1:])
+    assert {client.error.code for client in clients[1:]} == {"CANCELLED"}
+    others = [ask(front, max_tokens=2) for _ in range(9)]  # on the places that are free again
+    assert all(client.ended.wait(20) and client.error is None for client in others)
+    assert not clients[0].ended.is_set()
+    go_on.set()
+    assert answer(clients[0]) == "a0"
 
 
 def test_requests_that_wait_for_the_compiler_end_with_the_server(tokenizer, closers, monkeypatch):

@@ -75,6 +75,10 @@ def test_details():
     assert form and form.disable_any_whitespace and form.whitespace_pattern == " ?"
 
 
+def test_a_list_of_choices_may_be_text():
+    assert demanded(guided_choice='["a", "b"]') == demanded(guided_choice=["a", "b"])
+
+
 def test_equal_demands_are_equal():
     assert demanded(structured_outputs={"json": SCHEMA}) == demanded(
         response_format=json.dumps(RESPONSE_FORMAT, indent=2)
@@ -102,7 +106,7 @@ ONE_OF = "Exactly one of json, regex, choice, grammar and json_object is allowed
         ({"structured_outputs": {"regexp": "a"}}, ["unknown field 'regexp'", "regex", "choice"]),
         ({"structured_outputs": {"regex": 5}}, ["'regex': 5", "string"]),
         ({"structured_outputs": {"choice": []}}, ["'choice': []", "at least 1"]),
-        ({"structured_outputs": {"choice": "a"}}, ["'choice': 'a'"]),
+        ({"structured_outputs": {"choice": "a"}}, ["'choice': 'a'", "list of strings"]),
         ({"structured_outputs": {"choice": [1]}}, ["'choice': [1]", "string"]),
         ({"structured_outputs": {"json": "{bad"}}, ["'json': '{bad'", "line 1"]),
         ({"structured_outputs": {"json": [1]}}, ["'json': [1]", "JSON schema"]),

@@ -192,6 +192,24 @@ def test_stop_words_seeds_and_end_id(server, tokenizer):
 
 
 @pytest.mark.parametrize(
+    ("kind", "guide", "regex"),
+    [
+        ("regex", "[0-9]{3}", "[0-9]{3}"),
+        ("json_schema", '{"enum": [1, "b"]}', '1|"b"'),
+        ("ebnf_grammar", "root ::= [a-c]{4}", "[a-c]{4}"),
+        ("json", "", r"(?s)\{.*\}"),
+    ],
+)
+def test_guided_decoding(server, kind, guide, regex):
+    guides = {"guided_decoding_guide_type": kind, "guided_decoding_guide": guide}
+    options = {"max_tokens": 60, "end_id": 2, **guides}
+    text = text_of(answer(server, "A JSON object: ", stream=True, **options))
+    assert re.fullmatch(regex, text)
+    (whole,) = answer(server, "A JSON object: ", exclude_input_in_output=True, **options)
+    assert whole.text == text
+
+
+@pytest.mark.parametrize(
     ("tensors", "code", "words"),
     [
         ({"beam_width": 3}, "UNIMPLEMENTED", ["beam_width", "3"]),
@@ -202,6 +220,16 @@ def test_stop_words_seeds_and_end_id(server, tokenizer):
         ({"max_tokens": 0}, "INVALID_ARGUMENT", ["max_tokens", "0"]),
         ({"end_id": 2**19}, "INVALID_ARGUMENT", ["end_id", str(2**19)]),
         ({"stop_words": [b"\xff"]}, "INVALID_ARGUMENT", ["stop_words", "UTF-8"]),
+        (
+            {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(?=a)b"},
+            "INVALID_ARGUMENT",
+            ["'guided_decoding_guide': 'regex': '(?=a)b'", "look-ahead"],
+        ),
+        (
+            {"guided_decoding_guide_type": "structural_tag", "guided_decoding_guide": "a"},
+            "INVALID_ARGUMENT",
+            ["guided_decoding_guide_type", "'structural_tag'", "ebnf_grammar"],
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
