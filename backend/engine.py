@@ -27,6 +27,10 @@ class Runner(Protocol):
     num_blocks: int
     overlaps: bool  # whether it pays to launch a step before the one before it is read
 
+    def start(self) -> None:
+        """Called on the thread that is going to launch, before it does so."""
+        ...
+
     def launch(self, batch: list[ScheduledSequence]) -> Callable[[], list[SampledToken]]:
         """Start a step; what is returned waits for it and gives its tokens."""
         ...
@@ -212,6 +216,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            self._runner.start()
             self._loop()
         except BaseException as error:
             logger.critical("the engine's loop ended; nothing is served any more", exc_info=True)

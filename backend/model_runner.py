@@ -16,7 +16,7 @@ from backend.models import LlamaModel, load_model
 from backend.sampler import Sampled, Sampler, grammar_masks, score
 from backend.scheduler import ScheduledSequence
 from backend.sequence import EngineRequest, SampledToken, Sequence
-from kernels import AttentionMetadata, KVCache
+from kernels import AttentionMetadata, KVCache, bind_threads
 
 # Of what is free: on CPU others need memory, too.
 _SHARES = {"cuda": 0.9, "cpu": 0.5}
@@ -82,6 +82,11 @@ class ModelRunner:
         return model.num_layers * KVCache.block_bytes(
             self.block_size, model.num_kv_heads, model.head_dim, self._kv_dtype
         )
+
+    def start(self) -> None:
+        """To be called on the thread that is going to launch."""
+        if self.device.type == "cpu":
+            bind_threads()
 
     @torch.inference_mode()
     def launch(self, batch: list[ScheduledSequence]) -> Callable[[], list[SampledToken]]:

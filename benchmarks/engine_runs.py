@@ -86,6 +86,9 @@ class Meter:
         self._runner = runner
         self._on_gpu = device.type == "cuda"
 
+    def start(self) -> None:
+        self._runner.start()
+
     def launch(self, batch: list[ScheduledSequence]) -> Callable[[], list[SampledToken]]:
         step = StepTimes(
             num_seqs=len(batch),

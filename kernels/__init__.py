@@ -21,6 +21,7 @@ __all__ = [
     "apply_mask",
     "apply_penalties",
     "attention",
+    "bind_threads",
     "linear",
     "pack_linear",
     "rms_norm",
@@ -28,6 +29,8 @@ __all__ = [
     "sample",
     "silu_and_mul",
 ]
+
+bind_threads = cpu.bind_threads
 
 
 def pack_linear(weight: Tensor) -> Tensor:

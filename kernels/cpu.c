@@ -6,9 +6,11 @@
  * 2025).
  */
 
+#define _GNU_SOURCE
 #include <immintrin.h>
 #include <math.h>
 #include <omp.h>
+#include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -41,6 +43,26 @@ static bf16 to_bf16(float x)
     if (x != x)
         return 0x7fc0;
     return (u.bits + 0x7fff + (u.bits >> 16 & 1)) >> 16; /* to nearest, ties to even */
+}
+
+/* Thread i gets the i-th of the cores that this process may use. */
+void bind_threads(void)
+{
+    cpu_set_t allowed;
+    sched_getaffinity(0, sizeof allowed, &allowed);
+    #pragma omp parallel
+    {
+        int before = omp_get_thread_num();
+        for (int core = 0; core < CPU_SETSIZE; core++) {
+            if (!CPU_ISSET(core, &allowed) || before--)
+                continue;
+            cpu_set_t own;
+            CPU_ZERO(&own);
+            CPU_SET(core, &own);
+            sched_setaffinity(0, sizeof own, &own);
+            break;
+        }
+    }
 }
 
 /* e^x for x <= 88; 0 where it would be denormal. Within 2 units in the last place. */

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,7 +87,8 @@ def library() -> ctypes.CDLL | None:
     if lib.request_amx() != 0:
         return None
     pointer, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-    signatures = {
+    signatures: dict[str, list[Any]] = {
+        "bind_threads": [],
         "linear": [pointer] * 4 + [ctypes.c_int] + [size] * 3,
         "rms_norm": [pointer] * 3 + [real, pointer] + [size] * 2,
         "silu_and_mul": [pointer] * 2 + [size] * 2,
@@ -123,6 +124,16 @@ def _build() -> Path:
                 subprocess.run(command, check=True, capture_output=True, text=True)
             linked.rename(built)
     return built
+
+
+def bind_threads() -> None:
+    """Give this thread, and each of those that compute with it, a core of its own.
+
+    Else two of them may be kept on one core, waiting for each other, while another process has the
+    rest. Only where there are as many as cores: to share them out is no business of one process.
+    """
+    if library() is not None and torch.get_num_threads() == len(os.sched_getaffinity(0)):
+        _library().bind_threads()
 
 
 def takes(x: Tensor) -> bool:

@@ -19,6 +19,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -113,10 +114,12 @@ class Alone:
     def __init__(self, config: EngineConfig, runner: ModelRunner) -> None:
         self._config = config
         self._runner = runner
+        # A thread of its own: it is bound to a core.
+        self._thread = ThreadPoolExecutor(1, initializer=runner.start)
 
     def continuous(self, requests: list[Request], concurrency: int) -> Result:
         result = Result("engine", concurrency)
-        self._run(result, requests, requests, concurrency)
+        self._thread.submit(self._run, result, requests, requests, concurrency).result()
         return result
 
     def static(self, requests: list[Request], batch_size: int) -> Result:
@@ -126,7 +129,7 @@ class Alone:
             batch = requests[i : i + batch_size]
             longest = max(request.num_output_tokens for request in batch)
             padded = [request._replace(num_output_tokens=longest) for request in batch]
-            self._run(result, batch, padded, batch_size)
+            self._thread.submit(self._run, result, batch, padded, batch_size).result()
         return result
 
     def _run(

@@ -42,6 +42,9 @@ class CountingRunner:
         self.seconds = seconds  # that a step takes
         self.overlaps = overlaps
 
+    def start(self) -> None:
+        pass
+
     def launch(self, batch: list[ScheduledSequence]) -> Callable[[], list[SampledToken]]:
         sampled = [SampledToken(s.end, None) for s in batch if s.samples]
 

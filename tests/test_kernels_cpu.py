@@ -1,6 +1,8 @@
 """The operations for CPUs with AMX, in C: near to float64, and each row the same in any company."""
 
 import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -266,6 +268,28 @@ def test_caches_that_it_can_not_have(tmp_path):
     assert not decoder.takes(KVCache.empty(1, 16, 2, 32, torch.int8))
     assert not decoder.takes(KVCache.empty(1, 8, 2, 32, DTYPE))
     assert load_model(str(tmp_path), torch.float32, torch.device("cpu"))._decoder is None
+
+
+# -- threads --
+
+
+def test_each_thread_has_a_core_of_its_own():
+    num_cores = len(os.sched_getaffinity(0))
+    before = torch.get_num_threads()
+
+    def cores_of(num_threads: int) -> set[int]:
+        torch.set_num_threads(num_threads)
+        kernels.bind_threads()
+        return os.sched_getaffinity(0)
+
+    try:
+        for num_threads in (num_cores, num_cores + 1):
+            with ThreadPoolExecutor(1) as pool:
+                cores = pool.submit(cores_of, num_threads).result()
+            assert len(cores) == (1 if num_threads == num_cores else num_cores)
+    finally:
+        torch.set_num_threads(before)
+    assert len(os.sched_getaffinity(0)) == num_cores
 
 
 # -- the library --

@@ -533,6 +533,9 @@ class RandomRunner:
     sampler: Sampler = field(default_factory=Sampler)
     steps: itertools.count = field(default_factory=itertools.count)
 
+    def start(self):
+        pass
+
     def launch(self, batch):
         sequences = [scheduled.sequence for scheduled in batch if scheduled.samples]
         if not sequences:
