@@ -25,7 +25,7 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     SHUTDOWN = "shutdown"
     ERROR = "error"
-    INVALID = "invalid"  # what the request demands can't be had
+    INVALID = "invalid_arg"  # what the request demands can't be had
 
 
 class GrammarState(Protocol):
