@@ -265,5 +265,5 @@ class Engine:
             with self._wake:
                 self._num_unfinished -= finished
         if outputs:
-            self._on_outputs(outputs)
+            self._on_outputs(outputs.copy())  # step() adds to what is returned here
         return outputs

@@ -35,3 +35,6 @@ class Cancelled(RequestError):
     """The client cancelled the request or went away."""
 
     code = grpc_status = "CANCELLED"
+
+
+ERRORS = (RequestError, InvalidArgument, Unsupported, Unavailable, Cancelled)

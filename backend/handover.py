@@ -13,13 +13,10 @@ which the main model makes up for where a request's id says that it was handed o
 
 import secrets
 
-from backend.errors import Cancelled, InvalidArgument, RequestError, Unavailable, Unsupported
+from backend.errors import ERRORS, RequestError
 
 _REQUEST, _CANCEL = "tritium-request-", "tritium-cancel-"
-_ERRORS = {
-    error.code: error
-    for error in (RequestError, InvalidArgument, Unsupported, Unavailable, Cancelled)
-}
+_ERRORS = {error.code: error for error in ERRORS}
 
 
 def new_id() -> str:

@@ -14,13 +14,14 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from backend.engine import EngineStats
+from backend.errors import ERRORS
 from backend.output import Usage
 from backend.sequence import FinishReason
 
 logger = logging.getLogger("tritium")
 
-# Finish reasons, and codes of errors that requests are refused with.
-_OUTCOMES = {*map(str, FinishReason), "invalid_arg", "unsupported", "unavailable", "internal"}
+# How a request may end: as a sequence may, or with an error's code.
+_OUTCOMES = sorted({*map(str, FinishReason), *(error.code.lower() for error in ERRORS)})
 # vLLM's boundaries, in seconds.
 _TTFT = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0]
 _TPOT = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5]

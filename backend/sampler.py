@@ -16,6 +16,8 @@ from backend.sequence import EngineRequest, SampledToken, Sequence, TokenLogprob
 
 # As in vLLM: dividing by less makes infinities.
 _GREEDY_BELOW = 1e-5
+# Beyond, float32 has no place for differences between logits, and far beyond are infinities.
+_LARGEST_BIAS = 1e4
 
 
 class Sampled(NamedTuple):
@@ -149,7 +151,8 @@ class _State:
     def __init__(self, request: EngineRequest) -> None:
         self.allowed = np.array(request.allowed_token_ids, dtype=np.int64)
         self.biased = np.array([token_id for token_id, _ in request.logit_bias], dtype=np.int32)
-        self.biases = np.array([bias for _, bias in request.logit_bias], dtype=np.float32)
+        biases = np.array([bias for _, bias in request.logit_bias])
+        self.biases = biases.clip(-_LARGEST_BIAS, _LARGEST_BIAS).astype(np.float32)
         repeats = request.repetition_penalty != 1
         self.is_penalised = bool(repeats or request.presence_penalty or request.frequency_penalty)
 

@@ -50,7 +50,7 @@ class SamplingParams(BaseModel):
     min_p: Float = Field(0.0, ge=0, le=1)
     presence_penalty: Float = Field(0.0, ge=-2, le=2)
     frequency_penalty: Float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: Float = Field(1.0, gt=0, le=100)
+    repetition_penalty: Float = Field(1.0, ge=0.01, le=100)
     logit_bias: Annotated[dict[Int, Float], BeforeValidator(_none_as_nothing)] = {}
     allowed_token_ids: list[Int] | None = Field(None, min_length=1)
     bad_words: Annotated[list[str], BeforeValidator(_as_list), BeforeValidator(_none_as_empty)] = []

@@ -132,7 +132,7 @@ class GrammarCompiler:
             trial.compute_bitmask()  # some dead ends show only here
             if trial.is_error():
                 raise ValueError(_reason(trial.get_error()))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             name, value = form.demand
             raise InvalidArgument(f"'{name}': {value!r:.100} is not allowed. {error}") from None
         return Grammar(matcher)

@@ -22,11 +22,11 @@ def _schema_text(value: Any) -> Any:
     """A JSON schema, as it is or as text, to its text."""
     try:
         schema = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(schema, dict):
+            raise ValueError("Input should be a JSON schema: an object, or its text")
+        return json.dumps(schema, ensure_ascii=False)
     except RecursionError:
         raise ValueError("Input should be less deeply nested") from None
-    if not isinstance(schema, dict):
-        raise ValueError("Input should be a JSON schema: an object, or its text")
-    return json.dumps(schema, ensure_ascii=False)
 
 
 def _choices(value: Any) -> Any:

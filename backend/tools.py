@@ -61,7 +61,10 @@ def _calls(by_name: dict[str, dict[str, Any]]) -> dict[str, Any]:
     for name, function in by_name.items():
         parameters = dict(_parameters(function))
         # References are looked up from the root.
-        for key, definition in parameters.pop("$defs", {}).items():
+        own = parameters.pop("$defs", None) or {}
+        if not isinstance(own, dict):
+            _refuse(f"tools: '{name}': $defs", own, "It is an object")
+        for key, definition in own.items():
             if definitions.setdefault(key, definition) != definition:
                 _refuse(f"tools: '{name}': $defs", key, "Another tool defines it otherwise")
         calls.append(

@@ -55,6 +55,9 @@ def _deltas(call: Any, url: str, timeout: float | None) -> Iterator[Delta]:
     try:
         for response in call:
             if response.error_message:
+                # To the end of the call: where it is cancelled just behind an error, Triton
+                # Server 2.51 can't unload the model any more.
+                next(call, None)
                 raise GenerationError.from_message(response.error_message)
             yield Delta.from_outputs(_outputs(response.infer_response))
     except grpc.RpcError as error:

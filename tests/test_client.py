@@ -360,6 +360,16 @@ def test_cancelled_streams_leave_no_threads(fake_and_client):
     assert "_consume_request_iterator" not in {t.name for t in threading.enumerate()}
 
 
+def test_an_error_is_read_to_the_end_of_the_call(grpc_fake):
+    """Triton Server 2.51 can't unload a model when a call of it is cancelled just behind one."""
+    fake, client = grpc_fake
+    fake.script = ["it broke", 0.2]
+    started = time.monotonic()
+    with pytest.raises(GenerationError, match="it broke"):
+        client.generate("Hi")
+    assert time.monotonic() - started >= 0.2
+
+
 def test_grpc_status_becomes_the_code(grpc_fake):
     fake, client = grpc_fake
     fake.script = [GenerationError("INVALID_ARGUMENT", "temperature must be at least 0")]

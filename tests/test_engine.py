@@ -234,6 +234,27 @@ def test_abort_of_a_running_request():
     assert_idle(engine)
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_an_output_is_handed_out_once(overlaps):
+    """However late it is looked at: those of a step don't join what was handed out before."""
+    handed_out: list[list[EngineOutput]] = []
+    engine = Engine(make_config(), CountingRunner(overlaps=overlaps), handed_out.append)
+    for number in range(3):
+        submit(engine, number, max_tokens=8)
+    engine.step()
+    engine.abort(1)
+    engine.step()
+    submit(engine, 3, max_tokens=8, bad_words=((1, 2),))  # can't be overlapped
+    for _ in range(12):
+        engine.step()
+    outputs = [output for handed in handed_out for output in handed]
+    for number in (0, 2, 3):
+        tokens = [
+            t.token_id for output in outputs for t in output.tokens if output.request_id == number
+        ]
+        assert tokens == list(range(3, 11))
+
+
 def test_abort_of_a_queued_request():
     engine, collector = make_engine(max_num_seqs=1)
     submit(engine, 0, max_tokens=4)

@@ -408,6 +408,15 @@ def test_penalties_come_after_logit_bias():
     assert adjusted(torch.full((6,), 2.0), sequence)[0].tolist() == [2, 1, 2, 2, -2, 2]
 
 
+@pytest.mark.parametrize("bias", [1e9, 1e35, 1e308])
+def test_the_largest_biases_leave_differences_between_logits(bias):
+    fields = dict(logit_bias=((0, bias), (2, bias), (5, -bias)), allowed_token_ids=(0, 2, 5))
+    assert support(LOGITS, 100, **fields) == {0, 2}
+    assert draw(LOGITS, drawing(temperature=0, **fields)) == [0]
+    others = fields | dict(allowed_token_ids=(1, 5))
+    assert draw(LOGITS, drawing(temperature=0, **others)) == [1]
+
+
 def penalised(logits, sequence: Sequence) -> list[float]:
     """vLLM's formula for one token after the other."""
     request = sequence.request

@@ -614,6 +614,13 @@ def test_a_whole_answer_needs_no_stop_token(compiler, tokenizer, closers):
     assert collector.outputs[-1].is_whole
 
 
+def test_deeply_nested_schemas(compiler):
+    """Whatever comes to its limit first."""
+    for depth in (127, *range(900, 1000, 5), 5000, 50_000):
+        said = refusal(compiler, json='{"items": ' * depth + "{}" + "}" * depth)
+        assert "nested" in said or "recursion" in said, said
+
+
 def test_a_stop_token_is_no_part_of_the_answer(compiler, closers):
     collector = run_engine(RandomRunner([EOS]), [guided(0, compile_form(compiler, regex="a*"))])
     assert collector.token_ids(0) == [EOS]

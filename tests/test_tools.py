@@ -76,6 +76,13 @@ def test_references_are_found_from_the_root():
     assert not fits([{"name": "go", "parameters": {"to": "Oslo"}}], required)
 
 
+@pytest.mark.parametrize("definitions", [[], 5, "a"])
+def test_definitions_that_are_none(definitions):
+    tools = json.dumps([tool("a", **{"$defs": definitions or [1]})])
+    with pytest.raises(InvalidArgument, match=r"'a': \$defs"):
+        parse_tools(tools, "required")
+
+
 def test_two_tools_that_define_one_name():
     tools = [
         tool(name, **{"$defs": {"place": {"enum": [name]}}}, properties={}) for name in ("a", "b")

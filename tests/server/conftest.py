@@ -1,6 +1,8 @@
 """One Triton Server for all server tests, with two models: a roomy one and a cramped one."""
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from backend.serve import TritonServer
 from tests.server.harness import Server, complete, free_ports, until, write_model
@@ -13,6 +15,35 @@ CRAMPED = {
     "max_output_tokens": 128,
     "kv_cache_memory": 16 * 16 * 46080,
 }
+
+TEMPLATE_WITH_TOOLS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_weights(tokenizer, tmp_path_factory):
+    """A model that costs next to nothing, with SmolLM2's tokenizer and a template with tools."""
+    directory = tmp_path_factory.mktemp("tiny_weights")
+    tokenizer._hf.save_pretrained(directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE_WITH_TOOLS)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
 
 
 @pytest.fixture(scope="session")

@@ -54,20 +54,24 @@ class Server:
     process_id: int
     model: str = "smollm2"
 
+    def metrics(self) -> list[str]:
+        """All lines of /metrics."""
+        with urllib.request.urlopen(f"{self.metrics_url}/metrics", timeout=10) as response:
+            return response.read().decode().splitlines()
+
     def metric(self, name: str, model: str | None = None, **labels: str) -> float:
         """The value of one of the engine's metrics."""
         labels["model"] = model or self.model
-        text = urllib.request.urlopen(f"{self.metrics_url}/metrics", timeout=10).read().decode()
-        for line in text.splitlines():
+        for line in self.metrics():
             if line.startswith(f"tritium:{name}{{") and all(
                 f'{key}="{value}"' in line for key, value in labels.items()
             ):
                 return float(line.rsplit(" ", 1)[1])
         raise AssertionError(f"no metric tritium:{name} with {labels}")
 
-    def http(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
+    def http(self, path: str, body: dict[str, Any] | bytes | None = None) -> tuple[int, str]:
         """(status, body) of a GET, or of a POST of JSON."""
-        data = None if body is None else json.dumps(body).encode()
+        data = json.dumps(body).encode() if isinstance(body, dict) else body
         request = urllib.request.Request(f"{self.http_url}/v2/{path}", data=data)
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
@@ -101,10 +105,12 @@ class Stream:
     wait for. Without `triton_grpc_error`, with which Triton Server 2.51 crashes at times.
     """
 
-    def __init__(self, url: str, request: service_pb2.ModelInferRequest) -> None:
+    def __init__(
+        self, url: str, request: service_pb2.ModelInferRequest, timeout: float = 120
+    ) -> None:
         self._channel = grpc.insecure_channel(url)
         self._call = service_pb2_grpc.GRPCInferenceServiceStub(self._channel).ModelStreamInfer(
-            iter([request]), timeout=120
+            iter([request]), timeout=timeout
         )
         self._broken = False
 
@@ -146,6 +152,33 @@ class Stream:
         self._channel.close()
 
 
+_CONTENTS = {
+    "BYTES": "bytes_contents",
+    "BOOL": "bool_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+}
+
+
+def add_tensor(
+    request: service_pb2.ModelInferRequest,
+    name: str,
+    datatype: str,
+    values: list[Any],
+    shape: list[int] | None = None,
+) -> None:
+    """Add an input of shape [number of values], unless told otherwise."""
+    shape = [len(values)] if shape is None else shape
+    tensor = request.inputs.add(name=name, shape=shape, datatype=datatype)
+    if values:
+        encoded = [value.encode() if isinstance(value, str) else value for value in values]
+        getattr(tensor.contents, _CONTENTS[datatype]).extend(encoded)
+
+
 def send(
     server: Server,
     text: str | bytes | list[str] | None,
@@ -165,15 +198,8 @@ def send(
     request = service_pb2.ModelInferRequest(model_name=model or server.model)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     for name, value in tensors.items():
-        if isinstance(value, bool):
-            tensor = request.inputs.add(name=name, shape=[1], datatype="BOOL")
-            tensor.contents.bool_contents.append(value)
-        else:
-            values = value if isinstance(value, list) else [value]
-            tensor = request.inputs.add(name=name, shape=[len(values)], datatype="BYTES")
-            for element in values:
-                encoded = element.encode() if isinstance(element, str) else element
-                tensor.contents.bytes_contents.append(encoded)
+        values = value if isinstance(value, list) else [value]
+        add_tensor(request, name, "BOOL" if isinstance(value, bool) else "BYTES", values)
     return Stream(server.grpc_url, request)
 
 

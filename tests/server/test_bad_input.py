@@ -84,6 +84,40 @@ def test_the_same_errors_through_http(server):
     assert "temperature" in json.loads(body)["error"]
 
 
+# Text that is none, in JSON for /generate: bytes that are not UTF-8, and halves of characters.
+BROKEN_BODIES = [
+    (b'{"text_input": "caf\xe9"}', ["text_input", "UTF-8"]),
+    (b'{"text_input": "a\xed\xa0\x80"}', ["text_input", "UTF-8"]),  # U+D800
+    (b'{"text_input": "a", "lora_name": "\xff"}', ["parameters", "UTF-8"]),
+    (b'{"text_input": "a", "see\xe9d": 1}', ["parameters", "UTF-8"]),
+    (b'{"text_input": "a", "\xed\xa0\x80": "b"}', ["parameters", "UTF-8"]),
+    (b'{"text_input": "\\ud800"}', ["surrogate"]),
+    (b'{"text_input": "a", "\\ud800": 1}', ["surrogate"]),
+    (b'{"text_input": "a", "lora_name": "\\udfff"}', ["parameters", "UTF-8"]),
+]
+
+
+def check_broken_body(server, model, endpoint, body, words):
+    status, message = server.http(f"models/{model}/{endpoint}", body)
+    # Triton Server 2.51 says 500 of JSON that it can't read by itself.
+    assert status == 400 or (status == 500 and "parse the request JSON" in message), message
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("body, words", BROKEN_BODIES)
+@pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
+def test_broken_text_through_http(server, endpoint, body, words):
+    check_broken_body(server, "smollm2", endpoint, body, words)
+
+
+@pytest.mark.parametrize("sampling", ['{"stop": "\\ud800"}', '{"\\udfff": 1}'])
+def test_half_a_character_inside_of_sampling_parameters(server, sampling):
+    body = {"text_input": PROMPT, "sampling_parameters": sampling}
+    status, message = server.http("models/smollm2/generate", body)
+    assert status == 400
+    assert "sampling_parameters" in message and "lone surrogate" in message
+
+
 @pytest.mark.parametrize("tensors", [{"image": "aGk="}, {"embedding_request": "{}"}])
 def test_not_supported(server, tensors):
     status, message = error_of(server, PROMPT, **tensors)

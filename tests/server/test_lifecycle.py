@@ -8,6 +8,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
+from client import GenerationError, GrpcClient
 from tests.server.harness import CONFIG, complete, send, until, write_model
 
 
@@ -47,6 +48,23 @@ def test_load_and_unload_five_times(server, repository, control):
         resident.append(sum(process.memory_info().rss for process in processes_of(server)))
     assert len(texts) == 1
     assert resident[-1] < resident[1] * 1.05, resident
+
+
+def test_a_model_is_unloaded_after_many_refusals(server, repository, control, tiny_weights):
+    limits = {"kv_cache_memory": "1MiB", "max_model_len": 256}
+    write_model(repository, "refusing", model=tiny_weights, **limits)
+    control.load_model("refusing")
+    client = GrpcClient(server.grpc_url, model="refusing")
+    for _ in range(200):
+        with pytest.raises(GenerationError, match="temperature"):
+            client.generate("Hi", sampling={"temperature": -1})
+    control.unload_model("refusing")
+
+    def state() -> str:
+        models = control.get_model_repository_index().models
+        return next(model.state for model in models if model.name == "refusing")
+
+    until(lambda: state() == "UNAVAILABLE")
 
 
 def test_a_stream_that_runs_while_its_model_is_unloaded_is_completed(server, repository, control):

@@ -14,20 +14,17 @@ from tritonclient.utils import InferenceServerException
 
 from backend.serve import ROOT
 from backend.trtllm import INPUTS, OUTPUTS
-from tests.server.harness import Stream, complete, send, until, write_model
+from tests.server.harness import Stream, add_tensor, complete, send, until, write_model
+from tests.server.test_bad_input import BROKEN_BODIES, check_broken_body
 
 PROMPT = "The capital of France is"
 CHAT = "<|im_start|>user\nSay yes.<|im_end|>\n<|im_start|>assistant\n"  # ends by itself
 CONFIG = (ROOT / "model_repository/ensemble/config.pbtxt").read_text()
 MODEL = (ROOT / "model_repository/ensemble/1/model.py").read_text()
-_CONTENTS = {
-    "TYPE_STRING": ("BYTES", "bytes_contents"),
-    "TYPE_INT32": ("INT32", "int_contents"),
-    "TYPE_UINT64": ("UINT64", "uint64_contents"),
-    "TYPE_FP32": ("FP32", "fp32_contents"),
-    "TYPE_BOOL": ("BOOL", "bool_contents"),
+_TYPES = {
+    name: data_type.removeprefix("TYPE_").replace("STRING", "BYTES")
+    for name, data_type, _ in INPUTS
 }
-_TYPES = {name: _CONTENTS[data_type] for name, data_type, _ in INPUTS}
 
 
 def write_door(repository: Path, name: str, main_model: str) -> None:
@@ -59,11 +56,7 @@ def ask(server, text, model="ensemble", **tensors) -> Stream:
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     for name, value in {"text_input": text, "return_error_code": True, **tensors}.items():
         values = value if isinstance(value, list) else [value]
-        datatype, contents = _TYPES[name]
-        if datatype == "BYTES":
-            values = [v.encode() if isinstance(v, str) else v for v in values]
-        tensor = request.inputs.add(name=name, shape=[1, len(values)], datatype=datatype)
-        getattr(tensor.contents, contents).extend(values)
+        add_tensor(request, name, _TYPES[name], values, [1, len(values)])
     return Stream(server.grpc_url, request)
 
 
@@ -348,3 +341,10 @@ def test_a_door_is_a_small_process(server):
     (door,) = [stub for stub in stubs if "/ensemble/1/model.py" in " ".join(stub.cmdline())]
     assert not any("torch" in mapped.path for mapped in door.memory_maps())
     assert door.memory_info().rss < 80 * 2**20
+
+
+@pytest.mark.parametrize("body, words", BROKEN_BODIES)
+@pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
+def test_broken_text_through_http(server, endpoint, body, words):
+    check_broken_body(server, "ensemble", endpoint, body, words)
+    assert text_of(answer(server, PROMPT, max_tokens=1))
