@@ -97,6 +97,7 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        _executor()  # here: its threads may run on the cores that this one may
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
         self._tokenizer = self._pool.submit(
             LLTokenizer, tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids)
