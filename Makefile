@@ -12,7 +12,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet
 CLIENTS := $(VENV)-clients
 CLIENTS_PIP := $(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: setup clients serve test test-aiperf lint format bench loadtest gpu-check roofline kernel-table clean
+.PHONY: setup clients serve test test-aiperf lint format bench bench-front loadtest gpu-check roofline kernel-table clean
 
 setup: $(VENV)/.installed
 
@@ -59,6 +59,9 @@ format: setup
 
 bench: setup
 	$(PY) -m loadtests.bench $(ARGS)
+
+bench-front: setup
+	$(PY) -m loadtests.front $(ARGS)
 
 loadtest: setup
 	$(VENV)/bin/locust -f loadtests/locustfile.py --headless --only-summary \

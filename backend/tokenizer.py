@@ -1,8 +1,13 @@
 """Text to token ids, chat messages to token ids, and token ids back to text as they come."""
 
+import contextlib
+import hashlib
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import transformers
 from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 
@@ -20,10 +25,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        if path.is_file():
-            self._hf = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        else:
-            self._hf = AutoTokenizer.from_pretrained(path)
+        self._hf = _from_gguf(path) if path.is_file() else AutoTokenizer.from_pretrained(path)
         self._fast = self._hf.backend_tokenizer
         self.vocab_size = len(self._hf)
 
@@ -82,6 +84,23 @@ class Tokenizer:
     def detokenizer(self, prompt_token_ids: list[int], skip_special_tokens: bool) -> "Detokenizer":
         """For the answer to a prompt."""
         return Detokenizer(self._fast, prompt_token_ids, skip_special_tokens)
+
+
+def _from_gguf(path: Path) -> Any:
+    """Transformers needs seconds to make a tokenizer of such a file, so the result is kept."""
+    stat = path.stat()
+    identity = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {transformers.__version__}"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tritium"
+    kept = folder / f"tokenizer-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    if kept.exists():
+        return AutoTokenizer.from_pretrained(kept)
+    made = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    with contextlib.suppress(OSError):  # no place for it, or another process was faster
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+            made.save_pretrained(f"{unfinished}/tokenizer")
+            os.rename(f"{unfinished}/tokenizer", kept)
+    return made
 
 
 class Detokenizer:

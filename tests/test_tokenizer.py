@@ -5,6 +5,9 @@ import json
 import pytest
 
 from backend.errors import InvalidArgument
+from backend.models.loader import resolve
+from backend.tokenizer import Tokenizer
+from tests.conftest import SMOLLM2
 
 TEXTS = {
     "English": "The quick brown fox jumps over the lazy dog. It's 12:30!",
@@ -167,3 +170,23 @@ def test_a_template_that_is_only_for_tools(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer._hf, "chat_template", templates)
     assert tokenizer.encode_chat(HI, [TOOL]) == tokenizer.encode("1 tools")
     assert tokenizer.encode_chat(HI) == tokenizer.encode("plain")
+
+
+# -- kept from a GGUF file --
+
+
+def test_a_tokenizer_that_was_kept_is_the_same(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = Tokenizer(resolve(SMOLLM2))
+    [folder] = (tmp_path / "tritium").iterdir()
+    kept = Tokenizer(resolve(SMOLLM2))
+    assert [folder] == list((tmp_path / "tritium").iterdir())
+    assert kept.to_json() == made.to_json()
+    assert kept.encode_chat(HI) == made.encode_chat(HI)
+    assert kept.vocab_size == made.vocab_size
+
+
+def test_without_a_place_to_keep_it(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert Tokenizer(resolve(SMOLLM2)).encode("Hi")
