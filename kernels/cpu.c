@@ -149,8 +149,19 @@ void linear(const bf16 *x, const bf16 *weight, const bf16 *bias, void *out, int 
             int64_t m, int64_t k, int64_t n)
 {
     const int64_t columns = n / ROWS, column_size = k * ROWS;
+    /* Many rows are first laid out in tiles, like the weight: they are read for every column. */
+    bf16 *const packed =
+        m > 2 * ROWS ? aligned_alloc(64, (m + ROWS - 1) / ROWS * ROWS * k * sizeof(bf16)) : NULL;
+    const int64_t step = packed ? ROWS : 1, stride = packed ? ROW_BYTES : k * (int)sizeof(bf16);
     #pragma omp parallel
     {
+        if (packed) {
+            #pragma omp for
+            for (int64_t row = 0; row < m; row++)
+                for (int64_t i = 0; i < k; i += PAIRS)
+                    memcpy(packed + row / ROWS * ROWS * k + i * ROWS + row % ROWS * PAIRS,
+                           x + row * k + i, ROW_BYTES);
+        }
         float sums[4][ROWS * ROWS] __attribute__((aligned(64)));
         int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
         int64_t first = columns * thread / num_threads;
@@ -166,8 +177,7 @@ void linear(const bf16 *x, const bf16 *weight, const bf16 *bias, void *out, int 
                     configure(upper, lower);
                     configured = upper + lower;
                 }
-                const bf16 *a = x + row * k, *b = a + upper * k;
-                const int64_t stride = k * sizeof(bf16);
+                const bf16 *a = (packed ? packed : x) + row * k, *b = a + upper * k;
                 _tile_zero(0);
                 _tile_zero(1);
                 if (!lower) {
@@ -176,7 +186,7 @@ void linear(const bf16 *x, const bf16 *weight, const bf16 *bias, void *out, int 
                             prefetch_tile(left + i * ROWS + AHEAD * TILE, PAIRS);
                             prefetch_tile(right + i * ROWS + AHEAD * TILE, PAIRS);
                         }
-                        _tile_loadd(4, a + i, stride);
+                        _tile_loadd(4, a + i * step, stride);
                         _tile_loadd(6, left + i * ROWS, ROW_BYTES);
                         _tile_dpbf16ps(0, 4, 6);
                         _tile_loadd(7, right + i * ROWS, ROW_BYTES);
@@ -190,12 +200,12 @@ void linear(const bf16 *x, const bf16 *weight, const bf16 *bias, void *out, int 
                             prefetch_tile(left + i * ROWS + AHEAD * TILE, PAIRS);
                             prefetch_tile(right + i * ROWS + AHEAD * TILE, PAIRS);
                         }
-                        _tile_loadd(4, a + i, stride);
+                        _tile_loadd(4, a + i * step, stride);
                         _tile_loadd(6, left + i * ROWS, ROW_BYTES);
                         _tile_dpbf16ps(0, 4, 6);
                         _tile_loadd(7, right + i * ROWS, ROW_BYTES);
                         _tile_dpbf16ps(1, 4, 7);
-                        _tile_loadd(5, b + i, stride);
+                        _tile_loadd(5, b + i * step, stride);
                         _tile_dpbf16ps(2, 5, 6);
                         _tile_dpbf16ps(3, 5, 7);
                     }
@@ -217,6 +227,7 @@ void linear(const bf16 *x, const bf16 *weight, const bf16 *bias, void *out, int 
         if (configured >= 0)
             _tile_release();
     }
+    free(packed);
 }
 
 /* -- norms, activation, rotary embedding -- */
