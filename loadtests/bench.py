@@ -259,7 +259,8 @@ def measure(num_single_requests: int, log: Path) -> Iterator[tuple[str, Result]]
     path = resolve(config.model)
     prompts = Prompts(Tokenizer(path))
     uniform = uniform_workload(prompts)
-    runner = ModelRunner(config)
+    with ThreadPoolExecutor(1) as pool:  # as the server does: OpenMP keeps threads for each thread
+        runner = pool.submit(ModelRunner, config).result()
     alone = Alone(config, runner)
     with (
         log.open("wb") as output,
