@@ -25,6 +25,7 @@ logger = logging.getLogger("tritium")
 _SOURCE = Path(__file__).with_suffix(".c")
 _FLAGS = ["-std=gnu11", "-O3", "-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]
 _MAX_DIM = 256
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _TILE_ROWS = 16
 _TILE_PAIRS = 32
 
@@ -86,6 +87,10 @@ def library() -> ctypes.CDLL | None:
         return None
     if lib.request_amx() != 0:
         return None
+    # Memory of large results is kept for the next step's: to get it anew takes 2 of 45 ms.
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
+    libc.mallopt(_M_TRIM_THRESHOLD, 2**30)
     pointer, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     signatures: dict[str, list[Any]] = {
         "bind_threads": [],

@@ -35,8 +35,9 @@ _TEXT = [f" {word}" for word in ("the", "of", "and", "to", "in", "is", "that", "
 _TOKENS = [260, 282, 284, 288, 281, 314, 338, 357, 327, 436]  # these words in SmolLM2
 _STREAMS = (1, 32, 256)
 _MODEL = """
-from loadtests.front import PacedRunner, backend
+import backend.model_runner
 from backend.triton_model import TritonPythonModel
+from loadtests.front import PacedRunner
 backend.model_runner.ModelRunner = PacedRunner
 """
 _PARAMETERS = {
@@ -88,7 +89,7 @@ def run(server: TritonServer, num_streams: int, rate: float, seconds: float) -> 
     """
     result, lock = Result(), threading.Lock()
     client = GrpcClient(f"localhost:{server.grpc_port}", model="front")
-    num_tokens = max(int(rate * seconds / num_streams), 8)
+    num_tokens = min(max(int(rate * seconds / num_streams), 8), 7000)  # the model has 8,192 places
     sampling = {"max_tokens": num_tokens, "ignore_eos": True}
     interval = num_streams / rate
 
