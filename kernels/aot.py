@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from kernels.activation import silu_and_mul
 from kernels.decode_attention import decode_attention
+from kernels.matmul import matmul
 from kernels.metadata import AttentionMetadata, KVCache
 from kernels.norm import add_rms_norm, rms_norm
 from kernels.paged_attention import paged_attention
@@ -135,6 +136,11 @@ def other_variants() -> Iterator[tuple[str, Launch]]:
         yield f"add_rms_norm-{size}", partial(norm, size, add=True)
     for size in (1536, 14336):
         yield f"silu_and_mul-{size}", partial(silu_and_mul, empty(2, 2 * size))
+    for size in (576, 4096):
+        yield f"matmul-{size}", partial(product, size)
+    yield "matmul-4096-bias", partial(product, 4096, bias=True)
+    yield "matmul-4096-logits", partial(product, 4096, out_dtype=torch.float32)
+    yield "matmul-4096-float32", partial(product, 4096, dtype=torch.float32)
     yield "sample", partial(draw, filtered=False)
     yield "sample-filters", partial(draw, filtered=True)
     yield "add_bias", bias
@@ -208,6 +214,16 @@ def norm(size: int, add: bool) -> None:
         add_rms_norm(x, empty(2, size), weight, 1e-5)
     else:
         rms_norm(x, weight, 1e-5)
+
+
+def product(
+    size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    bias: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> None:
+    x, weight = empty(2, size, dtype=dtype), empty(2 * size, size, dtype=dtype)
+    matmul(x, weight, empty(2 * size, dtype=dtype) if bias else None, out_dtype)
 
 
 def draw(filtered: bool) -> None:
