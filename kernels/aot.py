@@ -125,6 +125,7 @@ def attention_variants() -> Iterator[tuple[str, Launch]]:
 
 def quantised_variants(name: str, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
     yield f"prefill-128-{name}", partial(prefill, LLAMA, 512, cache_dtype=dtype)
+    yield f"prefill-128-{name}-short", partial(prefill, LLAMA, 16, cache_dtype=dtype)
     yield f"decode-128-{name}", partial(decode, LLAMA, splits=1, cache_dtype=dtype)
     yield f"decode-128-{name}-split", partial(decode, LLAMA, splits=16, cache_dtype=dtype)
     yield f"rope-128-{name}", partial(rope, LLAMA, cache_dtype=dtype)
@@ -283,6 +284,7 @@ def describe(compiled: Any) -> dict[str, Any]:
         "shared": compiled.metadata.shared,  # the dynamic part, which cuobjdump does not see
         "warps": compiled.metadata.num_warps,
         "loops": code.loops(),
+        "loop_sums": code.loop_sums(),
         "load_widths": sorted(code.widths("LDG", "LDGSTS")),
         "store_widths": sorted(code.widths("STG")),
         "matrix_product": next((op for op in ("HGMMA", "HMMA") if code.count(op)), ""),
@@ -307,13 +309,25 @@ class _Code:
         )
 
     def loops(self) -> list[dict[int, int]]:
-        """The widths of the loads in each loop, which a branch back ends."""
-        found = []
+        """The widths of the loads in each loop."""
+        return [
+            dict(self.widths("LDG", "LDGSTS", begin=begin, end=end)) for begin, end in self._loops()
+        ]
+
+    def loop_sums(self) -> list[dict[str, int]]:
+        """How much of each arithmetic that rounds is in each loop."""
+        ops = ("FADD", "FMUL", "FFMA", "MUFU", "HMMA", "HGMMA")
+        return [
+            dict(Counter(op for at, op, _ in self.lines if op in ops and begin <= at <= end))
+            for begin, end in self._loops()
+        ]
+
+    def _loops(self) -> Iterator[tuple[int, int]]:
+        """First and last address of each loop, which a branch back ends."""
         for at, op, rest in self.lines:
             target = re.search(r"0x(\w+)", rest)
             if op == "BRA" and target and int(target[1], 16) < at:
-                found.append(dict(self.widths("LDG", "LDGSTS", begin=int(target[1], 16), end=at)))
-        return found
+                yield int(target[1], 16), at
 
 
 def _width(modifiers: str) -> int:

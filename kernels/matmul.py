@@ -17,19 +17,19 @@ GROUP_M = 16  # tiles of rows that share a tile of the weight while it is in the
 # The number of rows is not specialised on, or one row, or 16, would have code of their own.
 @triton.jit(do_not_specialize=["num_rows"])
 def _matmul(
-    x_ptr,  # [num_rows, IN_FEATURES]
-    weight_ptr,  # [out_features, IN_FEATURES]
+    x_ptr,  # [num_rows, in_features]
+    weight_ptr,  # [out_features, in_features]
     bias_ptr,  # [out_features]; None: no bias
     out_ptr,  # [num_rows, out_features]
     num_rows,
     out_features,
-    IN_FEATURES: tl.constexpr,
+    in_features,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """x @ weight.T + bias, summed in float32 along IN_FEATURES, BLOCK_K by BLOCK_K from its start.
+    """x @ weight.T + bias, summed in float32 along in_features, BLOCK_K by BLOCK_K from its start.
 
     One program takes one tile of the result.
     """
@@ -44,13 +44,13 @@ def _matmul(
     # Past the end the last one again, which is not stored.
     x_row = tl.minimum(row, num_rows - 1).to(tl.int64)[:, None]  # [BLOCK_M, 1]
     weight_row = tl.minimum(column, out_features - 1).to(tl.int64)[:, None]  # [BLOCK_N, 1]
-    x_ptrs = x_ptr + x_row * IN_FEATURES + k[None, :]  # [BLOCK_M, BLOCK_K]
-    weight_ptrs = weight_ptr + weight_row * IN_FEATURES + k[None, :]  # [BLOCK_N, BLOCK_K]
+    x_ptrs = x_ptr + x_row * in_features + k[None, :]  # [BLOCK_M, BLOCK_K]
+    weight_ptrs = weight_ptr + weight_row * in_features + k[None, :]  # [BLOCK_N, BLOCK_K]
 
     # -- multiply --
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, IN_FEATURES, BLOCK_K):
-        in_row = (k < IN_FEATURES - start)[None, :]  # [1, BLOCK_K]
+    for start in range(0, in_features, BLOCK_K):
+        in_row = (k < in_features - start)[None, :]  # [1, BLOCK_K]
         x = tl.load(x_ptrs + start, mask=in_row, other=0.0)  # [BLOCK_M, BLOCK_K]
         weight = tl.load(weight_ptrs + start, mask=in_row, other=0.0)  # [BLOCK_N, BLOCK_K]
         acc = tl.dot(x, weight.T, acc, input_precision="ieee")
@@ -96,7 +96,7 @@ def matmul(
         out,
         num_rows,
         out_features,
-        IN_FEATURES=in_features,
+        in_features,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,

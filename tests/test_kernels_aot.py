@@ -115,6 +115,14 @@ def test_attention_loads_keys_and_values_by_16_bytes(rows: list[Row]) -> None:
     assert not narrow
 
 
+def test_attention_rounds_alike_with_a_mask_and_without(rows: list[Row]) -> None:
+    """Company decides which loop takes a tile of a token's keys, and may not change its sums."""
+    for row in rows:
+        if row["kernel"] == "paged_attention":
+            sums = [loop for loop in row["loop_sums"] if loop]
+            assert len(sums) >= 2 and all(loop == sums[0] for loop in sums), row
+
+
 def test_the_matrix_product_loads_rows_and_weights_by_16_bytes(rows: list[Row]) -> None:
     for row in rows:
         if row["kernel"] == "matmul":
