@@ -50,7 +50,9 @@ def engine_checks(make_config: MakeConfig, setup: Setup) -> Iterator[Case]:
         yield Case(f"{name}, KV cache {cache_dtype}", run)
     del rounded
     if setup.on_gpu or cpu.library() is not None:
-        yield Case("batch-invariant", partial(compare_company, hf_config, setup, work))
+        company = Company(hf_config, setup, work)
+        yield Case("batch-invariant, alone against together", company.compare)
+        yield Case("batch-invariant, times as long", company.cost)
 
 
 def small_cache(hf_config: PretrainedConfig, work: list[Work]) -> int:
@@ -64,35 +66,6 @@ def small_cache(hf_config: PretrainedConfig, work: list[Work]) -> int:
     return num_blocks * config.num_layers * KVCache.block_bytes(*sizes)
 
 
-def compare_company(hf_config: PretrainedConfig, setup: Setup, work: list[Work]) -> dict[str, Any]:
-    """In bfloat16 all tokens the same with each prompt alone and all together, to the bit.
-
-    Returns:
-        Among others, how many times as long it takes as where that is not asked for: `slower`,
-        prompts and all; `slower_step` of the steps in which all decode.
-    """
-    seconds, step_us = [], []
-    for batch_invariant in (False, True):
-        model = our_model(hf_config, torch.bfloat16, setup.device, batch_invariant)
-        config = make_config_for(setup.device, work, batch_invariant=batch_invariant)
-        runner = ModelRunner(config, model=model)
-        generate(make_engine(config, runner), work)  # warm
-        meter = Meter(runner, setup.device)
-        start = time.perf_counter()
-        together = generate(make_engine(config, meter), work)
-        seconds.append(time.perf_counter() - start)
-        step_us.append(meter.decode_times(len(work))["step_us"])
-    alone = [generate(make_engine(config, runner), [one])[0] for one in work]
-    different = sum(a != b for a, b in zip(alone, together, strict=True))
-    return {
-        "sequences": len(work),
-        "different": different,
-        "slower": seconds[1] / seconds[0],
-        "slower_step": step_us[1] / step_us[0],
-        "passed": not different,
-    }
-
-
 def make_config_for(device: torch.device, work: list[Work], **changes: Any) -> EngineConfig:
     """A configuration for all of the work at once."""
     settings = {
@@ -103,6 +76,43 @@ def make_config_for(device: torch.device, work: list[Work], **changes: Any) -> E
         "kv_cache_memory": 2**30 if device.type == "cuda" else 2**24,
     }
     return EngineConfig.model_validate(settings | changes)
+
+
+class Company:
+    """Two engines on the same weights in bfloat16, one of them batch-invariant."""
+
+    def __init__(self, hf_config: PretrainedConfig, setup: Setup, work: list[Work]) -> None:
+        self._device = setup.device
+        self._work = work
+        self._engines = {}
+        for batch_invariant in (False, True):
+            model = our_model(hf_config, torch.bfloat16, setup.device, batch_invariant)
+            config = make_config_for(setup.device, work, batch_invariant=batch_invariant)
+            self._engines[batch_invariant] = config, ModelRunner(config, model=model)
+
+    def compare(self) -> dict[str, Any]:
+        """All tokens the same with each prompt alone and all together."""
+        engine = make_engine(*self._engines[True])
+        together = generate(engine, self._work)
+        alone = [generate(engine, [work])[0] for work in self._work]
+        different = sum(a != b for a, b in zip(alone, together, strict=True))
+        return {"sequences": len(alone), "different": different, "passed": not different}
+
+    def cost(self) -> dict[str, float]:
+        """How many times as long as the other the batch-invariant engine takes.
+
+        Returns:
+            `all` of the work; `decode`: a step in which all decode.
+        """
+        seconds, step_us = {}, {}
+        for batch_invariant, (config, runner) in self._engines.items():
+            generate(make_engine(config, runner), self._work)  # warm
+            meter = Meter(runner, self._device)
+            start = time.perf_counter()
+            generate(make_engine(config, meter), self._work)
+            seconds[batch_invariant] = time.perf_counter() - start
+            step_us[batch_invariant] = meter.decode_times(len(self._work))["step_us"]
+        return {"all": seconds[True] / seconds[False], "decode": step_us[True] / step_us[False]}
 
 
 class Engines:
