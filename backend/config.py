@@ -86,6 +86,11 @@ class EngineConfig(BaseModel):
     cuda_graphs: bool = Field(
         True, description="whether steps that only decode replay CUDA graphs on a GPU"
     )
+    batch_invariant: bool = Field(
+        False,
+        description="whether an answer is the same to the bit in any company, on a GPU at a cost; "
+        "on CPU, in bfloat16 on AMX, it always is",
+    )
     repetition_detection: Annotated[RepetitionDetection | None, BeforeValidator(_parse_json)] = (
         Field(
             None,
@@ -115,6 +120,11 @@ class EngineConfig(BaseModel):
             )
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size ({self.block_size}) must be a power of two")
+        if self.batch_invariant and self.lora_modules:
+            raise ValueError(
+                "batch_invariant can't be true beside lora_modules: what adapters add is computed "
+                "by products that depend on the batch"
+            )
         return self
 
     @classmethod

@@ -54,11 +54,16 @@ class ModelRunner:
             torch.set_num_threads(config.cpu_threads)
         with self._on_device():
             self.model = model or load_model(
-                config.model, _choose_dtype(config, self.device), self.device
+                config.model,
+                _choose_dtype(config, self.device),
+                self.device,
+                config.batch_invariant,
             )
             _load_adapters(self.model, config)
             self.block_size = config.block_size
             self._kv_dtype = _KV_DTYPES.get(config.kv_cache_dtype, self.model.dtype)
+            if config.batch_invariant:
+                _check_batch_invariance(self.model, self._allocate(1)[0])
             self._last = _Last(torch.empty(0), {})
             self._sampler = Sampler()
             self._graphs: DecodeGraphs | None = None
@@ -298,6 +303,17 @@ def _choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     else:
         fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if fast else torch.float32
+
+
+def _check_batch_invariance(model: LlamaModel, kv_cache: KVCache) -> None:
+    if not model.is_batch_invariant(kv_cache):
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise ConfigError(
+            "config.pbtxt: parameter 'batch_invariant': on CPU it needs bfloat16 (here "
+            f"{dtype}), AMX, a C compiler, block_size 16 or more, kv_cache_dtype auto, and a "
+            "model whose sizes are multiples of 32. Otherwise PyTorch computes, and the number of "
+            "rows decides how it rounds, in float32 too"
+        )
 
 
 def _load_adapters(model: LlamaModel, config: EngineConfig) -> None:

@@ -5,6 +5,7 @@ up to rounding: `gap` is how far a token's logit is below the largest one, in st
 of the logits. A token chosen at random would be about 4 below.
 """
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -17,10 +18,10 @@ from backend.engine import Engine
 from backend.model_runner import ModelRunner
 from backend.models import ModelConfig
 from benchmarks.batches import BLOCK_SIZE
-from benchmarks.engine_runs import Work, generate, make_engine, random_work
+from benchmarks.engine_runs import Meter, Work, generate, make_engine, random_work
 from benchmarks.models import SMALL, MakeConfig, our_model, transformers_model
 from benchmarks.phases import Case, Setup
-from kernels import KVCache
+from kernels import KVCache, cpu
 
 EXACT, ROUNDED = 1e-3, 0.5  # bounds of the gap: in float32; in bfloat16 or with a quantised cache
 NUM_LAYERS = 4  # each does the same
@@ -47,6 +48,11 @@ def engine_checks(make_config: MakeConfig, setup: Setup) -> Iterator[Case]:
     for cache_dtype in ("auto", "fp8", "int8"):
         run = partial(rounded.judge, kv_cache_dtype=cache_dtype)
         yield Case(f"{name}, KV cache {cache_dtype}", run)
+    del rounded
+    if setup.on_gpu or cpu.library() is not None:
+        company = Company(hf_config, setup, work)
+        yield Case("batch-invariant, alone against together", company.compare)
+        yield Case("batch-invariant, times as long", company.cost)
 
 
 def small_cache(hf_config: PretrainedConfig, work: list[Work]) -> int:
@@ -58,6 +64,55 @@ def small_cache(hf_config: PretrainedConfig, work: list[Work]) -> int:
     num_blocks = (len(work[0].prompt) + work[0].num_output_tokens) // BLOCK_SIZE + 2
     sizes = (BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.float32)
     return num_blocks * config.num_layers * KVCache.block_bytes(*sizes)
+
+
+def make_config_for(device: torch.device, work: list[Work], **changes: Any) -> EngineConfig:
+    """A configuration for all of the work at once."""
+    settings = {
+        "model": "random",
+        "max_num_seqs": len(work),
+        "max_num_batched_tokens": 1024,
+        "max_model_len": 1024,
+        "kv_cache_memory": 2**30 if device.type == "cuda" else 2**24,
+    }
+    return EngineConfig.model_validate(settings | changes)
+
+
+class Company:
+    """Two engines on the same weights in bfloat16, one of them batch-invariant."""
+
+    def __init__(self, hf_config: PretrainedConfig, setup: Setup, work: list[Work]) -> None:
+        self._device = setup.device
+        self._work = work
+        self._engines = {}
+        for batch_invariant in (False, True):
+            model = our_model(hf_config, torch.bfloat16, setup.device, batch_invariant)
+            config = make_config_for(setup.device, work, batch_invariant=batch_invariant)
+            self._engines[batch_invariant] = config, ModelRunner(config, model=model)
+
+    def compare(self) -> dict[str, Any]:
+        """All tokens the same with each prompt alone and all together."""
+        engine = make_engine(*self._engines[True])
+        together = generate(engine, self._work)
+        alone = [generate(engine, [work])[0] for work in self._work]
+        different = sum(a != b for a, b in zip(alone, together, strict=True))
+        return {"sequences": len(alone), "different": different, "passed": not different}
+
+    def cost(self) -> dict[str, float]:
+        """How many times as long as the other the batch-invariant engine takes.
+
+        Returns:
+            `all` of the work; `decode`: a step in which all decode.
+        """
+        seconds, step_us = {}, {}
+        for batch_invariant, (config, runner) in self._engines.items():
+            generate(make_engine(config, runner), self._work)  # warm
+            meter = Meter(runner, self._device)
+            start = time.perf_counter()
+            generate(make_engine(config, meter), self._work)
+            seconds[batch_invariant] = time.perf_counter() - start
+            step_us[batch_invariant] = meter.decode_times(len(self._work))["step_us"]
+        return {"all": seconds[True] / seconds[False], "decode": step_us[True] / step_us[False]}
 
 
 class Engines:
@@ -109,15 +164,7 @@ class Engines:
         return {"sequences": len(self._work), "different": different, "passed": not different}
 
     def _engine(self, **changes: Any) -> Engine:
-        memory = 2**30 if self._device.type == "cuda" else 2**24
-        settings = {
-            "model": "random",
-            "max_num_seqs": len(self._work),
-            "max_num_batched_tokens": 1024,
-            "max_model_len": 1024,
-            "kv_cache_memory": memory,
-        }
-        config = EngineConfig.model_validate(settings | changes)
+        config = make_config_for(self._device, self._work, **changes)
         return make_engine(config, ModelRunner(config, model=self._model))
 
     @torch.inference_mode()

@@ -29,6 +29,7 @@ import triton
 from benchmarks.engine_checks import engine_checks
 from benchmarks.kernel_checks import (
     attention_checks,
+    batch_invariant_checks,
     elementwise_checks,
     rope_checks,
     sampling_checks,
@@ -48,12 +49,13 @@ SECONDS = 570  # for all of it
 PHASES = [
     Phase("ceilings", 40, ceilings),
     Phase("attention", 120, attention_checks),
+    Phase("batch-invariant", 60, batch_invariant_checks),
     Phase("rope and cache", 60, rope_checks),
     Phase("elementwise", 40, elementwise_checks),
     Phase("sampling", 60, sampling_checks),
     Phase("decode attention", 80, decode_attention_speed),
     Phase("prefill attention", 60, prefill_attention_speed),
-    *(Phase(f"engine, {name}", 90, partial(engine_checks, m)) for name, m in MODELS.items()),
+    *(Phase(f"engine, {name}", 120, partial(engine_checks, m)) for name, m in MODELS.items()),
     *(Phase(name, 120, partial(model_speed, m)) for name, m in MODELS.items()),
 ]
 

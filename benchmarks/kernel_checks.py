@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from benchmarks.batches import BLOCK_SIZE, NAN, Heads, dense_attention, random_batch
+from benchmarks.batches import BLOCK_SIZE, NAN, Heads, dense_attention, metadata_of, random_batch
 from benchmarks.phases import Case, Setup
 from kernels import KVCache, SamplingTensors, reference
 
@@ -126,6 +126,51 @@ def check_rope(
     untouched = int(data.any(-1).sum()) == 2 * num_kv_heads * int(written.sum())
     worst = max(results, key=lambda result: result["error"] / result["bound"])
     return worst | {"passed": untouched and all(result["passed"] for result in results)}
+
+
+def batch_invariant_checks(setup: Setup) -> Iterator[Case]:
+    for out_features, in_features in ((1000, 1000), (960, 576), (6144, 4096), (4096, 14336)):
+        if not setup.small or out_features <= 1000:
+            run = partial(check_product, setup, out_features, in_features)
+            yield Case(f"{in_features} to {out_features}", run)
+    fast, fp8, int8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
+    attentions = [(Heads(8, 2, 128), cache_dtype) for cache_dtype in (fast, fp8, int8)]
+    attentions += [(Heads(9, 3, 64), fast), (Heads(8, 4, 256), fast)]
+    for heads, cache_dtype in attentions:
+        kind = str(cache_dtype).removeprefix("torch.")
+        run = partial(check_tokens_alone, setup, heads, cache_dtype)
+        yield Case(f"attention, {'x'.join(map(str, heads))}, {kind}", run)
+
+
+def check_product(setup: Setup, out_features: int, in_features: int) -> dict[str, Any]:
+    """Near to float64, and on a GPU each row the same to the bit as alone."""
+    x, weight = (random(setup.device, n, in_features) for n in (300, out_features))
+    product = partial(kernels.linear, weight=weight, dtype=torch.float32, batch_invariant=True)
+    with poisoned_memory():
+        out = product(x)
+    different = sum(not torch.equal(product(x[i : i + 1]), out[i : i + 1]) for i in range(300))
+    result = compared(out, x.double() @ weight.double().T, BOUNDS[x.dtype])
+    passed = result["passed"] and not (setup.on_gpu and different)
+    return result | {"different": different, "passed": passed}
+
+
+def check_tokens_alone(setup: Setup, heads: Heads, cache_dtype: torch.dtype) -> dict[str, Any]:
+    """On a GPU the attention of each token is the same to the bit as if it decoded alone."""
+    unseen = NAN if setup.on_gpu else 0.0
+    batch = random_batch(MIXED, heads, torch.bfloat16, cache_dtype, setup.device, unseen)
+    q, kv_cache, metadata = batch
+    out = kernels.attention(*batch, heads.head_dim**-0.5, batch_invariant=True)
+    starts, tables = metadata.query_start_loc.tolist(), metadata.block_tables.cpu()
+    different = 0
+    for i, (query_len, seq_len) in enumerate(MIXED):
+        for j in range(query_len):
+            rows = slice(starts[i] + j, starts[i] + j + 1)
+            decode = metadata_of([(1, seq_len - query_len + 1 + j)], tables[i : i + 1], q.device)
+            alone = kernels.attention(
+                q[rows], kv_cache, decode, heads.head_dim**-0.5, batch_invariant=True
+            )
+            different += not torch.equal(alone, out[rows])
+    return {"tokens": len(q), "different": different, "passed": not (setup.on_gpu and different)}
 
 
 def elementwise_checks(setup: Setup) -> Iterator[Case]:

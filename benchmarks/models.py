@@ -78,9 +78,14 @@ def random_weights(
         yield name, 1 + numbers / 8 if place.dim() == 1 else numbers.mul_(0.02)
 
 
-def our_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> LlamaModel:
+def our_model(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    batch_invariant: bool = False,
+) -> LlamaModel:
     weights = random_weights(config, dtype, device)
-    return LlamaModel(ModelConfig.from_hf(config), weights, dtype, device)
+    return LlamaModel(ModelConfig.from_hf(config), weights, dtype, device, batch_invariant)
 
 
 def transformers_model(

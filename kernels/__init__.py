@@ -43,10 +43,19 @@ def linear(
     weight: Tensor,  # [out_features, in_features], or what `pack_linear` has made of that
     bias: Tensor | None = None,  # [out_features]
     dtype: torch.dtype | None = None,  # of the result; None: as `x`
+    batch_invariant: bool = False,
 ) -> Tensor:
-    """x @ weight.T + bias. [num_tokens, out_features]"""
+    """x @ weight.T + bias. [num_tokens, out_features]
+
+    Args:
+        batch_invariant: On CUDA, whether a row's result may not depend on how many rows there are.
+    """
     if weight.dim() == 4:
         return cpu.linear(x, weight, bias, dtype or x.dtype)
+    if x.is_cuda and batch_invariant:
+        from kernels.matmul import matmul
+
+        return matmul(x, weight, bias, dtype)
     return reference.linear(x, weight, bias).to(dtype or x.dtype)
 
 
@@ -101,6 +110,7 @@ def attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Causal attention of every query token over its sequence's cached keys and values.
 
@@ -111,6 +121,7 @@ def attention(
         sliding_window: How many keys up to its own a token sees; None: all.
         soft_cap: Bounds the scaled scores smoothly: s -> soft_cap * tanh(s / soft_cap)
             (Gemma 2, 2024).
+        batch_invariant: On CUDA, whether a token's result may depend on nothing but its sequence.
 
     Returns:
         [num_tokens, num_heads, head_dim], the dtype of `q`.
@@ -119,13 +130,13 @@ def attention(
         return cpu.attention(q, kv_cache, metadata, scale, sliding_window)
     if not q.is_cuda:
         return reference.attention(q, kv_cache, metadata, scale, sliding_window, soft_cap)
-    if metadata.max_query_len == 1:
+    if metadata.max_query_len == 1 and not batch_invariant:
         from kernels.decode_attention import decode_attention
 
         return decode_attention(q, kv_cache, metadata, scale, sliding_window, soft_cap)
     from kernels.paged_attention import paged_attention
 
-    return paged_attention(q, kv_cache, metadata, scale, sliding_window, soft_cap)
+    return paged_attention(q, kv_cache, metadata, scale, sliding_window, soft_cap, batch_invariant)
 
 
 def rope_and_cache(

@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from kernels.activation import silu_and_mul
 from kernels.decode_attention import decode_attention
+from kernels.matmul import matmul
 from kernels.metadata import AttentionMetadata, KVCache
 from kernels.norm import add_rms_norm, rms_norm
 from kernels.paged_attention import paged_attention
@@ -124,6 +125,7 @@ def attention_variants() -> Iterator[tuple[str, Launch]]:
 
 def quantised_variants(name: str, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
     yield f"prefill-128-{name}", partial(prefill, LLAMA, 512, cache_dtype=dtype)
+    yield f"prefill-128-{name}-short", partial(prefill, LLAMA, 16, cache_dtype=dtype)
     yield f"decode-128-{name}", partial(decode, LLAMA, splits=1, cache_dtype=dtype)
     yield f"decode-128-{name}-split", partial(decode, LLAMA, splits=16, cache_dtype=dtype)
     yield f"rope-128-{name}", partial(rope, LLAMA, cache_dtype=dtype)
@@ -135,6 +137,11 @@ def other_variants() -> Iterator[tuple[str, Launch]]:
         yield f"add_rms_norm-{size}", partial(norm, size, add=True)
     for size in (1536, 14336):
         yield f"silu_and_mul-{size}", partial(silu_and_mul, empty(2, 2 * size))
+    for size in (576, 4096):
+        yield f"matmul-{size}", partial(product, size)
+    yield "matmul-4096-bias", partial(product, 4096, bias=True)
+    yield "matmul-4096-logits", partial(product, 4096, out_dtype=torch.float32)
+    yield "matmul-4096-float32", partial(product, 4096, dtype=torch.float32)
     yield "sample", partial(draw, filtered=False)
     yield "sample-filters", partial(draw, filtered=True)
     yield "add_bias", bias
@@ -210,6 +217,16 @@ def norm(size: int, add: bool) -> None:
         rms_norm(x, weight, 1e-5)
 
 
+def product(
+    size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    bias: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> None:
+    x, weight = empty(2, size, dtype=dtype), empty(2 * size, size, dtype=dtype)
+    matmul(x, weight, empty(2 * size, dtype=dtype) if bias else None, out_dtype)
+
+
 def draw(filtered: bool) -> None:
     column = empty(2, dtype=torch.float32)
     sample(
@@ -267,6 +284,7 @@ def describe(compiled: Any) -> dict[str, Any]:
         "shared": compiled.metadata.shared,  # the dynamic part, which cuobjdump does not see
         "warps": compiled.metadata.num_warps,
         "loops": code.loops(),
+        "loop_sums": code.loop_sums(),
         "load_widths": sorted(code.widths("LDG", "LDGSTS")),
         "store_widths": sorted(code.widths("STG")),
         "matrix_product": next((op for op in ("HGMMA", "HMMA") if code.count(op)), ""),
@@ -291,13 +309,25 @@ class _Code:
         )
 
     def loops(self) -> list[dict[int, int]]:
-        """The widths of the loads in each loop, which a branch back ends."""
-        found = []
+        """The widths of the loads in each loop."""
+        return [
+            dict(self.widths("LDG", "LDGSTS", begin=begin, end=end)) for begin, end in self._loops()
+        ]
+
+    def loop_sums(self) -> list[dict[str, int]]:
+        """How much of each arithmetic that rounds is in each loop."""
+        ops = ("FADD", "FMUL", "FFMA", "MUFU", "HMMA", "HGMMA")
+        return [
+            dict(Counter(op for at, op, _ in self.lines if op in ops and begin <= at <= end))
+            for begin, end in self._loops()
+        ]
+
+    def _loops(self) -> Iterator[tuple[int, int]]:
+        """First and last address of each loop, which a branch back ends."""
         for at, op, rest in self.lines:
             target = re.search(r"0x(\w+)", rest)
             if op == "BRA" and target and int(target[1], 16) < at:
-                found.append(dict(self.widths("LDG", "LDGSTS", begin=int(target[1], 16), end=at)))
-        return found
+                yield int(target[1], 16), at
 
 
 def _width(modifiers: str) -> int:

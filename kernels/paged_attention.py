@@ -245,10 +245,12 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """See `kernels.attention`.
 
-    The launch depends on the batch's shape only, never on values that lie on the device.
+    The launch depends on the batch's shape only, never on values that lie on the device, and a
+    batch-invariant one's tile not even on that.
     """
     check(q, kv_cache, metadata, scale, sliding_window, soft_cap)
     num_tokens, num_heads, head_dim = q.shape
@@ -256,16 +258,16 @@ def paged_attention(
     num_seqs = metadata.seq_lens.shape[0]
     group = num_heads // num_kv_heads
 
-    # Rows for what there is, a short prefill or a long one; from 64 on Hopper's wgmma takes
-    # them. Chosen to spill nothing (a few bytes where the cache is quantised) and to fit the shared
-    # memory of a multiprocessor: 227 KiB on Hopper; 99 on small GPUs, whose code needs less of it.
-    # Not yet measured for speed.
+    # Rows for what there is, a short prefill or a long one, or, batch-invariant, those of a short
+    # one always; from 64 on Hopper's wgmma takes them. Chosen to spill nothing (a few bytes where
+    # the cache is quantised) and to fit the shared memory of a multiprocessor: 227 KiB on Hopper;
+    # 99 on small GPUs, whose code needs less of it. Not yet measured for speed.
     block_d = triton.next_power_of_2(head_dim)
     if q.dtype == torch.float32:  # exact, on no tensor core
         block_m, block_n, num_warps = 16, min(4096 // block_d, 64), 4
     elif head_dim > 128:
         block_m, block_n, num_warps = (64, 16, 4) if kv_cache.scales is None else (64, 32, 8)
-    elif metadata.max_query_len * group <= 64:
+    elif batch_invariant or metadata.max_query_len * group <= 64:
         block_m, block_n, num_warps = 64, 64, 4
     else:
         block_m, block_n, num_warps = 128, 64, 8

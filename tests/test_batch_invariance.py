@@ -2,6 +2,7 @@
 
 import pytest
 
+from backend.config import ConfigError
 from backend.engine import Engine
 from backend.model_runner import ModelRunner
 from kernels import cpu
@@ -10,7 +11,9 @@ from tests.greedy import SmallerRunner, generate
 
 pytestmark = pytest.mark.skipif(cpu.library() is None, reason="needs a CPU with AMX and a compiler")
 
-CONFIG = FLOAT32.model_copy(update={"dtype": "bfloat16", "max_num_seqs": 16})
+CONFIG = FLOAT32.model_copy(
+    update={"dtype": "bfloat16", "max_num_seqs": 16, "batch_invariant": True}
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +68,9 @@ def test_with_a_prefix_that_was_computed_before(runner, prompts, sampling, alone
     first = engine.stats().num_computed_tokens
     assert generate(engine, prompts, **sampling) == alone
     assert engine.stats().num_computed_tokens - first < first
+
+
+@pytest.mark.parametrize("changes", [{"kv_cache_dtype": "int8"}, {"block_size": 8}], ids=str)
+def test_what_is_not_computed_in_c_is_refused(runner, changes):
+    with pytest.raises(ConfigError, match="'batch_invariant': on CPU it needs"):
+        ModelRunner(CONFIG.model_copy(update=changes), model=runner.model)

@@ -28,6 +28,7 @@ def test_every_default_protects_the_server():
     assert (config.block_size, config.prefix_cache) == (16, "off")
     assert (config.kv_cache_memory, config.kv_cache_memory_fraction) == (None, None)
     assert (config.kv_cache_dtype, config.cuda_graphs) == ("auto", True)
+    assert config.batch_invariant is False
     assert (config.repetition_detection, config.trim_blanks) == (None, False)
     assert config.lora_modules == {}
     assert (config.device, config.dtype, config.cpu_threads) == ("auto", "auto", None)
@@ -54,6 +55,7 @@ def test_every_parameter_has_a_description():
         ("drain_seconds", "0", 0.0),
         ("kv_cache_dtype", "int8", "int8"),
         ("cuda_graphs", "false", False),
+        ("batch_invariant", "true", True),
         ("lora_modules", '{"one": "/one", "two": "/two"}', {"one": "/one", "two": "/two"}),
         (
             "repetition_detection",
@@ -107,6 +109,7 @@ def test_memory(text, num_bytes):
         ("kv_cache_dtype", "fp4", "'auto', 'fp8' or 'int8'"),
         ("kv_cache_memory_fraction", "1", "less than 1"),
         ("prefix_cache", "yes", "'on' or 'off'"),
+        ("batch_invariant", "always", "valid boolean"),
         ("drain_seconds", "-1", "greater than or equal to 0"),
     ],
 )
@@ -152,6 +155,11 @@ def test_the_budget_must_let_every_running_request_move_on():
         "so that each running request can move on"
     )
     assert read(max_num_seqs="64", max_num_batched_tokens="64").max_num_seqs == 64
+
+
+def test_adapters_depend_on_the_batch():
+    message = refusal(batch_invariant="true", lora_modules='{"one": "/one"}')
+    assert message.startswith("config.pbtxt: batch_invariant can't be true beside lora_modules")
 
 
 def test_the_block_size_is_a_power_of_two():

@@ -195,6 +195,30 @@ def test_paged_attention_of_a_padded_batch() -> None:
     assert error(out[:num_tokens], dense_attention(q, kv_cache, metadata, 0.125)) < FP16[1]
 
 
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize(("sliding_window", "soft_cap"), [(None, None), (1, None), (100, 0.8)])
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 64), (torch.float16, 80)], ids=str)
+def test_paged_attention_of_a_token_is_the_same_in_any_company(
+    dtype: torch.dtype,
+    head_dim: int,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    cache_dtype: torch.dtype | None,
+) -> None:
+    """To the bit: beside other sequences and within its prompt as if it decoded alone."""
+    batch = [(1, 300), (1, 64), (5, 18), (40, 150)]
+    q, kv_cache, metadata = random_batch(batch, (6, 2), head_dim, dtype, cache_dtype)
+    options = (0.125, sliding_window, soft_cap, True)
+    out = paged_attention(q, kv_cache, metadata, *options)
+    starts = metadata.query_start_loc.tolist()
+    for i, (query_len, seq_len) in enumerate(batch):
+        block_table = metadata.block_tables[i : i + 1]
+        for j in range(query_len):
+            decode = make_metadata([(1, seq_len - query_len + 1 + j)], block_table)
+            rows = slice(starts[i] + j, starts[i] + j + 1)
+            assert torch.equal(paged_attention(q[rows], kv_cache, decode, *options), out[rows])
+
+
 # -- decode_attention --
 
 

@@ -79,6 +79,7 @@ def test_every_kernel_is_compiled(rows: list[Row]) -> None:
             "apply_penalties",
             "decode_attention",
             "find_thresholds",
+            "matmul",
             "merge_splits",
             "paged_attention",
             "rms_norm",
@@ -114,6 +115,20 @@ def test_attention_loads_keys_and_values_by_16_bytes(rows: list[Row]) -> None:
     assert not narrow
 
 
+def test_attention_rounds_alike_with_a_mask_and_without(rows: list[Row]) -> None:
+    """Company decides which loop takes a tile of a token's keys, and may not change its sums."""
+    for row in rows:
+        if row["kernel"] == "paged_attention":
+            sums = [loop for loop in row["loop_sums"] if loop]
+            assert len(sums) >= 2 and all(loop == sums[0] for loop in sums), row
+
+
+def test_the_matrix_product_loads_rows_and_weights_by_16_bytes(rows: list[Row]) -> None:
+    for row in rows:
+        if row["kernel"] == "matmul":
+            assert set(max(row["loops"], key=lambda loop: sum(loop.values()))) == {"16"}, row
+
+
 def test_rows_are_loaded_and_stored_by_16_bytes(rows: list[Row]) -> None:
     for row in rows:
         if row["kernel"] in ("rms_norm", "silu_and_mul"):
@@ -122,9 +137,9 @@ def test_rows_are_loaded_and_stored_by_16_bytes(rows: list[Row]) -> None:
             assert row["load_widths"] == [8, 16], row  # 8: the slot
 
 
-def test_prefill_uses_wgmma_on_hopper(rows: list[Row]) -> None:
+def test_prefill_and_matrix_product_use_wgmma_on_hopper(rows: list[Row]) -> None:
     for row in rows:
-        if row["kernel"] == "paged_attention" and not is_float32(row):
+        if row["kernel"] in ("paged_attention", "matmul") and not is_float32(row):
             expected = "HGMMA" if row["capability"] == 90 else "HMMA"
             assert row["matrix_product"] == expected, row
 

@@ -11,7 +11,7 @@ from backend.config import ConfigError, EngineConfig
 from backend.cuda_graphs import DecodeGraphs, batch_sizes
 from backend.engine import Engine
 from backend.model_runner import ModelRunner
-from backend.models import LlamaModel, ModelConfig
+from backend.models import LlamaModel, ModelConfig, llama
 from backend.scheduler import ScheduledSequence
 from backend.sequence import EngineRequest, Sequence
 from tests.helpers import Collector
@@ -118,6 +118,39 @@ def test_a_quantised_cache_takes_less_and_answers_much_the_same(model, dtype):
     assert runner.block_bytes < full.block_bytes / 2
     expected, answers = generate(make_config(), full), generate(config, runner)
     assert sum(a[0] == b[0] for a, b in zip(answers, expected, strict=True)) >= 5
+
+
+def test_batch_invariance_that_pytorch_s_operations_lack_is_refused(model):
+    with pytest.raises(ConfigError, match=r"'batch_invariant': .*bfloat16 \(here float32\), AMX"):
+        ModelRunner(make_config(batch_invariant=True), model=model)
+
+
+def test_the_model_asks_each_operation_for_batch_invariance(model, monkeypatch):
+    """It does nothing on CPU: this is about who is asked."""
+    asked = []
+
+    def record(name: str) -> None:
+        function = getattr(llama, name)
+
+        def recorded(*args, **options):
+            asked.append((name, options["batch_invariant"]))
+            return function(*args, **options)
+
+        monkeypatch.setattr(llama, name, recorded)
+
+    record("linear")
+    record("attention")
+    hf_model = make_hf_model(LlamaConfig(**TINY))
+    weights = [(name, weight.detach()) for name, weight in hf_model.named_parameters()]
+    device = torch.device("cpu")
+    for batch_invariant in (False, True):
+        model = LlamaModel(model.config, weights, torch.float32, device, batch_invariant)
+        asked.clear()
+        ModelRunner(make_config(max_num_batched_tokens=8), model=model)
+        one_step = [("linear", batch_invariant), ("attention", batch_invariant)]
+        assert set(asked) == set(one_step)
+        # Of each step: four products a layer and the logits; attention a layer.
+        assert len(asked) % (4 * 2 + 1 + 2) == 0
 
 
 def test_a_pool_without_a_block_is_refused(model):

@@ -9,15 +9,18 @@ from backend.models.loader import load_config, load_weights, resolve
 __all__ = ["LlamaModel", "ModelConfig", "load_model"]
 
 
-def load_model(model: str, dtype: torch.dtype, device: torch.device) -> LlamaModel:
+def load_model(
+    model: str, dtype: torch.dtype, device: torch.device, batch_invariant: bool = False
+) -> LlamaModel:
     """Load a model onto a device.
 
     Args:
         model: a directory, a .gguf file or `package:NAME/PATH`; see `loader.resolve`.
+        batch_invariant: See `LlamaModel`.
 
     Raises:
         FileNotFoundError: the model, or part of it, is not there.
         ValueError: it is not supported, or its weights are not those its config promises.
     """
     path = resolve(model)
-    return LlamaModel(load_config(path), load_weights(path), dtype, device)
+    return LlamaModel(load_config(path), load_weights(path), dtype, device, batch_invariant)

@@ -31,6 +31,8 @@ class LlamaModel:
 
     Args:
         weights: (name in transformers, tensor) of each weight; see `loader.load_weights`.
+        batch_invariant: On CUDA, whether a token's numbers are to be the same to the bit in any
+            batch, at a cost; see `is_batch_invariant`.
 
     Raises:
         ValueError: a weight is missing, unexpected or of the wrong shape; the message names it.
@@ -42,14 +44,16 @@ class LlamaModel:
         weights: Iterable[tuple[str, Tensor]],
         dtype: torch.dtype,
         device: torch.device,
+        batch_invariant: bool = False,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = device
+        self.batch_invariant = batch_invariant
         hidden_size, vocab_size = config.hidden_size, config.vocab_size
         self.embed_tokens = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
         self.layers = [
-            _DecoderLayer(config, f"model.layers.{i}", dtype, device)
+            _DecoderLayer(config, f"model.layers.{i}", dtype, device, batch_invariant)
             for i in range(config.num_layers)
         ]
         self.norm = torch.empty(hidden_size, dtype=dtype, device=device)  # [hidden]
@@ -106,7 +110,20 @@ class LlamaModel:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] out of `forward` -> [n, vocab_size] float32."""
-        return linear(hidden, self.lm_head, dtype=torch.float32)
+        return linear(
+            hidden, self.lm_head, dtype=torch.float32, batch_invariant=self.batch_invariant
+        )
+
+    def is_batch_invariant(self, kv_cache: KVCache) -> bool:
+        """Whether, without adapters, a token's logits follow from its sequence alone, to the bit.
+
+        Args:
+            kv_cache: One such as the layers are going to have.
+        """
+        if self.device.type == "cuda":
+            return self.batch_invariant
+        in_c = self._decoder is not None and self._decoder.takes(kv_cache)
+        return in_c and self.lm_head.dim() == 4
 
     def load_adapter(self, name: str, directory: Path) -> None:
         """Load a LoRA adapter that PEFT has stored; `forward` is told which tokens it changes.
@@ -169,10 +186,16 @@ class LlamaModel:
 
 class _DecoderLayer:
     def __init__(
-        self, config: ModelConfig, name: str, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        name: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_invariant: bool,
     ) -> None:
         self.config = config
         self.name = name
+        self.batch_invariant = batch_invariant
 
         def vector(size: int) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
@@ -187,7 +210,7 @@ class _DecoderLayer:
 
         def stacked(in_features: int, parts: dict[str, int], bias: bool) -> _Linear:
             named = {f"{name}.{part}": size for part, size in parts.items()}
-            return _Linear(in_features, named, bias, dtype, device)
+            return _Linear(in_features, named, bias, dtype, device, batch_invariant)
 
         qkv = {
             "self_attn.q_proj": q_size,
@@ -220,7 +243,14 @@ class _DecoderLayer:
             qk_norm = (self.q_norm, self.k_norm, config.rms_norm_eps)
         q = rope_and_cache(qkv, cos, sin, kv_cache, metadata.slot_mapping, qk_norm)
         # [num_tokens, num_heads, head_dim]
-        out = attention(q, kv_cache, metadata, config.head_dim**-0.5, config.sliding_window)
+        out = attention(
+            q,
+            kv_cache,
+            metadata,
+            config.head_dim**-0.5,
+            config.sliding_window,
+            batch_invariant=self.batch_invariant,
+        )
         return self.o_proj(out.flatten(1), lora)
 
     def feed_forward(self, x: Tensor, lora: LoraRows | None) -> Tensor:
@@ -263,7 +293,9 @@ class _Linear:
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
+        batch_invariant: bool,
     ) -> None:
+        self.batch_invariant = batch_invariant
         self.in_features = in_features
         self.parts = parts
         self.adapters: dict[str, LoraWeights] = {}
@@ -273,7 +305,7 @@ class _Linear:
 
     def __call__(self, x: Tensor, lora: LoraRows | None) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features]."""
-        out = linear(x, self.weight, self.bias)
+        out = linear(x, self.weight, self.bias, batch_invariant=self.batch_invariant)
         if lora:
             add_lora(out, x, self.adapters, lora)
         return out
