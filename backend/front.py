@@ -19,7 +19,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -61,6 +61,13 @@ class Metrics(Protocol):
     def update(self, stats: EngineStats) -> None: ...
 
 
+class _Arrival(NamedTuple):
+    """When a request came, and how long it is ready to wait for its first token."""
+
+    time: float  # time.perf_counter()
+    timeout: float  # seconds, 0: for ever
+
+
 @dataclass(slots=True, eq=False)
 class _Live:
     """A request that the engine has and whose final response is not sent."""
@@ -69,6 +76,8 @@ class _Live:
     responder: Responder
     outputs: dict[int, RequestOutput]  # by the engine's request ids: one an answer
     num_input_tokens: int
+    arrival: _Arrival
+    has_begun: bool = False  # the engine has given something of it
     cancelling: bool = False
 
 
@@ -78,7 +87,7 @@ class _Compiling:
 
     request: GenerationRequest
     responder: Responder
-    arrival_time: float
+    arrival: _Arrival
 
 
 class Front:
@@ -126,10 +135,18 @@ class Front:
         return self._engine.is_alive() and self._thread.is_alive()
 
     def handle(
-        self, inputs: Mapping[str, np.ndarray], parameters: str, responder: Responder
+        self,
+        inputs: Mapping[str, np.ndarray],
+        parameters: str,
+        responder: Responder,
+        timeout: float = 0,
     ) -> None:
-        """Accept a request or answer it with an error. Never raises."""
-        arrival_time = time.perf_counter()
+        """Accept a request or answer it with an error. Never raises.
+
+        Args:
+            timeout: Seconds after which it is refused, if it has no token by then; 0: never.
+        """
+        arrival = _Arrival(time.perf_counter(), timeout)
         try:
             request = parse(inputs, parameters)
             self._check(request)
@@ -139,11 +156,11 @@ class Front:
             return
         if request.form:
             compiling_id = next(self._compiling_ids)
-            self._compiling[compiling_id] = _Compiling(request, responder, arrival_time)
+            self._compiling[compiling_id] = _Compiling(request, responder, arrival)
             compiled = self._grammars.compile(request.form)
             compiled.add_done_callback(partial(self._submit_compiled, compiling_id))
         else:
-            self._submit(request, responder, arrival_time)
+            self._submit(request, responder, arrival)
 
     def stop(self) -> None:
         """Let running requests end for `drain_seconds`, then end what is left with an error."""
@@ -166,13 +183,13 @@ class Front:
         with self._compiling_lock:
             compiling = self._compiling.pop(compiling_id, None)
         if compiling:  # not cancelled meanwhile
-            self._submit(compiling.request, compiling.responder, compiling.arrival_time, compiled)
+            self._submit(compiling.request, compiling.responder, compiling.arrival, compiled)
 
     def _submit(
         self,
         request: GenerationRequest,
         responder: Responder,
-        arrival_time: float,
+        arrival: _Arrival,
         compiled: Future[Grammar] | None = None,
     ) -> None:
         """Hand a request over on its reserved places, or answer it with an error. Never raises."""
@@ -185,10 +202,11 @@ class Front:
                 request,
                 responder,
                 {
-                    r.request_id: self._output(request, prompt_token_ids, arrival_time)
+                    r.request_id: self._output(request, prompt_token_ids, arrival.time)
                     for r in engine_requests
                 },
                 len(prompt_token_ids),
+                arrival,
             )
             for request_id in live.outputs:
                 self._live[request_id] = live
@@ -372,6 +390,7 @@ class Front:
                 live.responder.fail(RequestError("internal error: the response failed"))
 
     def _respond(self, live: _Live, outputs: list[EngineOutput]) -> None:
+        live.has_begun = True
         for output in outputs:
             if live.outputs[output.request_id].finish_reason:
                 continue  # more than was wanted, before the engine knew
@@ -417,6 +436,7 @@ class Front:
                 logger.exception("a request that waits for its grammar could not be cancelled")
         for live in set(self._live.copy().values()):
             self._guarded(self._check_cancelled, live)
+            self._guarded(self._check_timeout, live)
         self._metrics.update(self._engine.stats())
 
     def _check_compiling(self, compiling_id: int) -> None:
@@ -436,6 +456,17 @@ class Front:
             live.cancelling = True
             for request_id in live.outputs:
                 self._engine.abort(request_id)
+
+    def _check_timeout(self, live: _Live) -> None:
+        timeout = live.arrival.timeout
+        if live.has_begun or not timeout or time.perf_counter() < live.arrival.time + timeout:
+            return
+        if not live.cancelling:
+            self._forget(live)
+            self._refuse(
+                live.responder,
+                Unavailable(f"timeout: the request has waited {timeout:g} s for its first token"),
+            )
 
 
 def _give_way() -> None:

@@ -98,7 +98,8 @@ class TritonPythonModel:
                 except UnicodeDecodeError:  # over HTTP they may be any bytes
                     responder.fail(InvalidArgument("request parameters: not valid UTF-8"))
                 else:
-                    self._front.handle(inputs, parameters, responder)
+                    timeout = request.timeout() / 1e6  # microseconds
+                    self._front.handle(inputs, parameters, responder, timeout)
 
     def _responder(self, request: Any, inputs: Mapping[str, np.ndarray]) -> "_Responder | None":
         """None for a request that does nothing but cancel another one."""

@@ -185,9 +185,14 @@ def send(
     *,
     model: str | None = None,
     sampling: dict[str, Any] | str | None = None,
+    timeout: float = 0,
     **tensors: Any,
 ) -> Stream:
-    """Send one request on a gRPC stream of its own; tensors are bools, texts or lists of texts."""
+    """Send one request on a gRPC stream of its own; tensors are bools, texts or lists of texts.
+
+    Args:
+        timeout: Triton Server's request parameter, in seconds; 0: none.
+    """
     tensors.setdefault("return_error_code", True)
     if text is not None:
         tensors["text_input"] = text
@@ -197,6 +202,8 @@ def send(
         )
     request = service_pb2.ModelInferRequest(model_name=model or server.model)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
+    if timeout:
+        request.parameters["timeout"].int64_param = int(timeout * 1e6)
     for name, value in tensors.items():
         values = value if isinstance(value, list) else [value]
         add_tensor(request, name, "BOOL" if isinstance(value, bool) else "BYTES", values)

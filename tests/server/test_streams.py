@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -153,6 +154,25 @@ def test_over_the_queue_requests_are_refused(server):
     assert {response.code for response in refused} == {"UNAVAILABLE"}
     assert all("max_queue_size" in response.error for response in refused)
     assert all(r.tensors["num_output_tokens"].item() == 60 for r in answered)
+
+
+def test_who_waits_longer_than_its_timeout_is_refused(server):
+    """tensorrtllm_backend#255: 2 run, the others wait; one that runs is not ended by its own."""
+    long = {"max_tokens": 128, "ignore_eos": True}
+    running = [
+        send(server, f"Tell {i}", model="cramped", sampling=long, timeout=5, stream=True)
+        for i in range(2)
+    ]
+    for stream in running:
+        assert not stream.next().error
+    patient = send(server, "Wait", model="cramped", sampling=long)
+    started = time.monotonic()
+    (refused,) = collect(server, "Wait", model="cramped", sampling=long, timeout=0.3)
+    assert refused.code == "UNAVAILABLE"
+    assert refused.error == "timeout: the request has waited 0.3 s for its first token"
+    assert time.monotonic() - started < 5
+    for stream in [*running, patient]:
+        assert not list(stream)[-1].error
 
 
 def test_more_than_the_kv_cache_holds(server):
