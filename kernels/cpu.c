@@ -24,11 +24,11 @@ enum {
     ROW_BYTES = 64, /* of a tile: 16 float32, or 16 pairs of bf16 */
     PAIRS = 32,     /* bf16 in a row of a tile */
     TILE = ROWS * PAIRS,
-    AHEAD = 8, /* tiles */
+    AHEAD = 8,     /* tiles that are prefetched */
+    MAX_DIM = 256, /* of a head */
 };
 
-#define MAX_DIM 256      /* of a head */
-#define NEVER (-1e30f)   /* the score of a key that is not seen */
+#define NEVER (-1e30f) /* the score of a key that is not seen */
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
 static float to_float(bf16 x)
@@ -68,7 +68,7 @@ void bind_threads(void)
 /* e^x for x <= 88; 0 where it would be denormal. Within 2 units in the last place. */
 static __m512 exp16(__m512 x)
 {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-87.33f - 100));
+    x = _mm512_max_ps(x, _mm512_set1_ps(-200));
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
     r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
@@ -180,40 +180,28 @@ void linear(const bf16 *x, const bf16 *weight, const bf16 *bias, void *out, int 
                 const bf16 *a = (packed ? packed : x) + row * k, *b = a + upper * k;
                 _tile_zero(0);
                 _tile_zero(1);
-                if (!lower) {
-                    for (int64_t i = 0; i < k; i += PAIRS) {
-                        if (!row) {
-                            prefetch_tile(left + i * ROWS + AHEAD * TILE, PAIRS);
-                            prefetch_tile(right + i * ROWS + AHEAD * TILE, PAIRS);
-                        }
-                        _tile_loadd(4, a + i * step, stride);
-                        _tile_loadd(6, left + i * ROWS, ROW_BYTES);
-                        _tile_dpbf16ps(0, 4, 6);
-                        _tile_loadd(7, right + i * ROWS, ROW_BYTES);
-                        _tile_dpbf16ps(1, 4, 7);
+                _tile_zero(2);
+                _tile_zero(3);
+                for (int64_t i = 0; i < k; i += PAIRS) {
+                    if (!row) {
+                        prefetch_tile(left + i * ROWS + AHEAD * TILE, PAIRS);
+                        prefetch_tile(right + i * ROWS + AHEAD * TILE, PAIRS);
                     }
-                } else {
-                    _tile_zero(2);
-                    _tile_zero(3);
-                    for (int64_t i = 0; i < k; i += PAIRS) {
-                        if (!row) {
-                            prefetch_tile(left + i * ROWS + AHEAD * TILE, PAIRS);
-                            prefetch_tile(right + i * ROWS + AHEAD * TILE, PAIRS);
-                        }
-                        _tile_loadd(4, a + i * step, stride);
-                        _tile_loadd(6, left + i * ROWS, ROW_BYTES);
-                        _tile_dpbf16ps(0, 4, 6);
-                        _tile_loadd(7, right + i * ROWS, ROW_BYTES);
-                        _tile_dpbf16ps(1, 4, 7);
+                    _tile_loadd(4, a + i * step, stride);
+                    _tile_loadd(6, left + i * ROWS, ROW_BYTES);
+                    _tile_dpbf16ps(0, 4, 6);
+                    _tile_loadd(7, right + i * ROWS, ROW_BYTES);
+                    _tile_dpbf16ps(1, 4, 7);
+                    if (lower) {
                         _tile_loadd(5, b + i * step, stride);
                         _tile_dpbf16ps(2, 5, 6);
                         _tile_dpbf16ps(3, 5, 7);
                     }
-                    _tile_stored(2, sums[2], ROW_BYTES);
-                    _tile_stored(3, sums[3], ROW_BYTES);
                 }
                 _tile_stored(0, sums[0], ROW_BYTES);
                 _tile_stored(1, sums[1], ROW_BYTES);
+                _tile_stored(2, sums[2], ROW_BYTES);
+                _tile_stored(3, sums[3], ROW_BYTES);
                 for (int side = 0; side <= two; side++) {
                     const int64_t at = (column + side) * ROWS;
                     const bf16 *column_bias = bias ? bias + at : NULL;
