@@ -90,9 +90,9 @@ def _from_gguf(path: Path) -> Any:
     """Transformers needs seconds to make a tokenizer of such a file, so the result is kept."""
     stat = path.stat()
     identity = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {transformers.__version__}"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tritium"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "tritium"
     kept = folder / f"tokenizer-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-    if kept.exists():
+    if os.path.isdir(kept):  # False, too, where it may not be looked at
         return AutoTokenizer.from_pretrained(kept)
     made = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     with contextlib.suppress(OSError):  # no place for it, or another process was faster

@@ -113,10 +113,12 @@ def _build() -> Path:
     if not compiler:
         raise OSError("no C compiler was found (Debian and Ubuntu: apt-get install gcc libc6-dev)")
     # PyTorch's own OpenMP, so that there is one pool of threads.
-    [openmp] = Path(torch.__file__).parent.glob("lib/libgomp*.so*")
+    openmp = next(Path(torch.__file__).parent.glob("lib/libgomp*.so*"), None)
+    if not openmp:
+        raise OSError("this PyTorch brings no libgomp")
     key = hashlib.sha256(_SOURCE.read_bytes())
     key.update(" ".join([compiler, str(openmp), *_FLAGS]).encode())
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     built = caches / "tritium" / f"cpu-{key.hexdigest()[:16]}.so"
     if not built.exists():
         built.parent.mkdir(parents=True, exist_ok=True)
