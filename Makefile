@@ -12,7 +12,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet
 CLIENTS := $(VENV)-clients
 CLIENTS_PIP := $(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: setup clients serve test test-aiperf lint format bench bench-front loadtest gpu-check roofline kernel-table clean
+.PHONY: setup clients serve test test-aiperf lint format bench bench-front loadtest gpu-check roofline cpu-steps quality kernel-table clean
 
 setup: $(VENV)/.installed
 
@@ -74,6 +74,14 @@ gpu-check: setup
 
 roofline: setup
 	$(PY) -m benchmarks.roofline $(ARGS)
+
+# What a step costs on CPU, in bfloat16, int8 and int4, and how that grows
+cpu-steps: setup
+	$(PY) -m benchmarks.cpu_steps
+
+# What int8 and int4 weights do to a model's answers
+quality: setup
+	$(PY) -m benchmarks.quality
 
 kernel-table: setup
 	$(PY) -m benchmarks.pages

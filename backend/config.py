@@ -91,6 +91,11 @@ class EngineConfig(BaseModel):
         description="whether an answer is the same to the bit in any company, on a GPU at a cost; "
         "on CPU, in bfloat16 on AMX, it always is",
     )
+    quantization: Literal["none", "int8", "int4"] = Field(
+        "none",
+        description="int8, int4: weights are rounded to so many bits when they are loaded (rows, "
+        "groups of 32), and computed in bfloat16; on CPUs with AMX",
+    )
     repetition_detection: Annotated[RepetitionDetection | None, BeforeValidator(_parse_json)] = (
         Field(
             None,

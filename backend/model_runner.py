@@ -22,6 +22,7 @@ from kernels import AttentionMetadata, KVCache, bind_threads
 _SHARES = {"cuda": 0.9, "cpu": 0.5}
 # Prompt tokens whose logits are computed at once: they are large.
 _LOGIT_ROWS = 128
+_WEIGHT_BITS = {"none": 16, "int8": 8, "int4": 4}
 _KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
@@ -53,12 +54,7 @@ class ModelRunner:
         if config.cpu_threads:
             torch.set_num_threads(config.cpu_threads)
         with self._on_device():
-            self.model = model or load_model(
-                config.model,
-                _choose_dtype(config, self.device),
-                self.device,
-                config.batch_invariant,
-            )
+            self.model = model or _load_model(config, self.device)
             _load_adapters(self.model, config)
             self.block_size = config.block_size
             self._kv_dtype = _KV_DTYPES.get(config.kv_cache_dtype, self.model.dtype)
@@ -303,6 +299,17 @@ def _choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     else:
         fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if fast else torch.float32
+
+
+def _load_model(config: EngineConfig, device: torch.device) -> LlamaModel:
+    bits = _WEIGHT_BITS[config.quantization]
+    dtype = _choose_dtype(config, device)
+    if bits < 16 and (device.type != "cpu" or dtype != torch.bfloat16):
+        raise ConfigError(
+            f"config.pbtxt: parameter 'quantization' can't be '{config.quantization}': it is for "
+            f"bfloat16 on CPU, not {str(dtype).removeprefix('torch.')} on {device.type}"
+        )
+    return load_model(config.model, dtype, device, config.batch_invariant, bits)
 
 
 def _check_batch_invariance(model: LlamaModel, kv_cache: KVCache) -> None:

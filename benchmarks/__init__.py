@@ -1,1 +1,3 @@
-"""What the GPU path should cost, and the one command that checks and measures it on a GPU."""
+"""What the engine's steps should cost and do cost, and the command that checks it on a GPU."""
+
+import backend  # noqa: F401 -- before torch, which reads what it sets

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from kernels import cpu, reference
+from kernels.cpu import Arena, PackedWeight
 from kernels.metadata import AttentionMetadata, KVCache
 from kernels.sampling_tensors import SamplingTensors
 
 __all__ = [
+    "Arena",
     "AttentionMetadata",
     "KVCache",
+    "PackedWeight",
     "SamplingTensors",
     "add_bias",
     "add_rms_norm",
@@ -33,14 +36,31 @@ __all__ = [
 bind_threads = cpu.bind_threads
 
 
-def pack_linear(weight: Tensor) -> Tensor:
-    """A weight [out_features, in_features] as `linear`, which alone can read it, wants it."""
-    return cpu.pack(weight) if cpu.packs(weight) else reference.pack_linear(weight)
+def pack_linear(
+    weight: Tensor, bits: int = 16, arena: Arena | None = None
+) -> Tensor | PackedWeight:
+    """A weight [out_features, in_features] as `linear`, which alone can read it, wants it.
+
+    Args:
+        bits: 8 or 4: rounded to so many. Only bfloat16, on a CPU with AMX.
+        arena: Of the model's other weights.
+
+    Raises:
+        ValueError: it can't be had in so few bits here.
+    """
+    if cpu.packs(weight):
+        return cpu.pack(weight, bits, arena)
+    if bits < 16:
+        raise ValueError(
+            f"weights in {bits} bits need bfloat16, a CPU with AMX, a C compiler, and sizes that "
+            f"are multiples of 32, not {list(weight.shape)} in {weight.dtype} on {weight.device}"
+        )
+    return reference.pack_linear(weight)
 
 
 def linear(
     x: Tensor,  # [num_tokens, in_features]
-    weight: Tensor,  # [out_features, in_features], or what `pack_linear` has made of that
+    weight: Tensor | PackedWeight,  # [out_features, in_features], or what `pack_linear` made of it
     bias: Tensor | None = None,  # [out_features]
     dtype: torch.dtype | None = None,  # of the result; None: as `x`
     batch_invariant: bool = False,
@@ -50,7 +70,7 @@ def linear(
     Args:
         batch_invariant: On CUDA, whether a row's result may not depend on how many rows there are.
     """
-    if weight.dim() == 4:
+    if isinstance(weight, PackedWeight):
         return cpu.linear(x, weight, bias, dtype or x.dtype)
     if x.is_cuda and batch_invariant:
         from kernels.matmul import matmul

@@ -24,8 +24,8 @@ enum {
     ROW_BYTES = 64, /* of a tile: 16 float32, or 16 pairs of bf16 */
     PAIRS = 32,     /* bf16 in a row of a tile */
     TILE = ROWS * PAIRS,
-    AHEAD = 8,     /* tiles that are prefetched */
-    MAX_DIM = 256, /* of a head */
+    AHEAD = 8192,   /* bytes of a weight that are prefetched */
+    MAX_DIM = 256,  /* of a head */
 };
 
 #define NEVER (-1e30f) /* the score of a key that is not seen */
@@ -125,16 +125,72 @@ static void configure(int upper, int lower)
 
 /* -- linear -- */
 
+/* [n, k], laid out as [n / 16, k / 2, 16, 2], so that 32 of k for 16 of n are a tile; in
+ * 16 bits: bf16;
+ *  8 bits: int8, and scales [n] float;
+ *  4 bits: a tile's row is 16 bytes, the lower halves its first 16 values, the upper halves its
+ *          last; scales [n / 16, k / 32, 2, 16] fp16, by which values are multiplied, then added.
+ */
+struct weight {
+    const void *values, *scales;
+    int64_t bits;
+};
+
 /* Tiles are read too seldom for the processor to foresee the next ones. */
-static void prefetch_tile(const bf16 *row, int64_t stride)
+static void prefetch(const char *from, int64_t bytes)
 {
-    for (int i = 0; i < ROWS; i++)
-        _mm_prefetch(row + i * stride, _MM_HINT_T0);
+    for (int64_t i = 0; i < bytes; i += 64)
+        _mm_prefetch(from + i, _MM_HINT_T0);
 }
 
-static void store_row(void *out, int is_float, int64_t offset, const float *sums, const bf16 *bias)
+static void unpack8(const int8_t *tile, bf16 *out)
 {
-    __m512 x = _mm512_loadu_ps(sums);
+    for (int i = 0; i < TILE; i += 2 * ROWS) {
+        const __m512 first = _mm512_cvtepi32_ps(
+            _mm512_cvtepi8_epi32(_mm_load_si128((const __m128i *)(tile + i))));
+        const __m512 last = _mm512_cvtepi32_ps(
+            _mm512_cvtepi8_epi32(_mm_load_si128((const __m128i *)(tile + i + ROWS))));
+        _mm512_store_si512(out + i, (__m512i)_mm512_cvtne2ps_pbh(last, first));
+    }
+}
+
+static void unpack4(const uint8_t *tile, const uint16_t *scales, bf16 *out)
+{
+    const __m512i firsts = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    const __m512i lasts = _mm512_add_epi32(firsts, _mm512_set1_epi32(ROWS / 2));
+    const __m512 scale = _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)scales));
+    const __m512 offset = _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)scales + 1));
+    const __m512 first_scale = _mm512_permutexvar_ps(firsts, scale);
+    const __m512 first_offset = _mm512_permutexvar_ps(firsts, offset);
+    const __m512 last_scale = _mm512_permutexvar_ps(lasts, scale);
+    const __m512 last_offset = _mm512_permutexvar_ps(lasts, offset);
+    for (int i = 0; i < ROWS; i++) {
+        const __m512i both =
+            _mm512_cvtepu8_epi32(_mm_load_si128((const __m128i *)(tile + i * ROWS)));
+        const __m512 first = _mm512_fmadd_ps(
+            _mm512_cvtepi32_ps(_mm512_and_si512(both, _mm512_set1_epi32(15))), first_scale,
+            first_offset);
+        const __m512 last = _mm512_fmadd_ps(
+            _mm512_cvtepi32_ps(_mm512_srli_epi32(both, 4)), last_scale, last_offset);
+        _mm512_store_si512(out + i * PAIRS, (__m512i)_mm512_cvtne2ps_pbh(last, first));
+    }
+}
+
+/* Tile `i` of all of a weight's, as bf16: there, or unpacked to `room`. */
+static const bf16 *tile_of(const struct weight *w, int64_t i, bf16 *room, int is_unpacked)
+{
+    if (w->bits == 16)
+        return (const bf16 *)w->values + i * TILE;
+    if (!is_unpacked && w->bits == 8)
+        unpack8((const int8_t *)w->values + i * TILE, room);
+    else if (!is_unpacked)
+        unpack4((const uint8_t *)w->values + i * TILE / 2,
+                (const uint16_t *)w->scales + i * 2 * ROWS, room);
+    return room;
+}
+
+static void store_row(void *out, int is_float, int64_t offset, __m512 x, const bf16 *bias)
+{
     if (bias)
         x = _mm512_add_ps(x, load16(bias));
     if (is_float)
@@ -143,15 +199,14 @@ static void store_row(void *out, int is_float, int64_t offset, const float *sums
         store16((bf16 *)out + offset, x);
 }
 
-/* out [m, n] = x [m, k] @ weight.T + bias.
+/* out [m, n] = x [m, k] @ weight.T + bias; k % 32 == n % 16 == 0.
  *
- * weight: [n / 16, k / 2, 16, 2], so that 32 of k for 16 of n are a tile; k % 32 == n % 16 == 0.
  * bias: [n], or NULL. out: float32 or bf16.
  */
-void linear(const bf16 *x, const bf16 *weight, const bf16 *bias, void *out, int is_float,
+void linear(const bf16 *x, const struct weight *weight, const bf16 *bias, void *out, int is_float,
             int64_t m, int64_t k, int64_t n)
 {
-    const int64_t columns = n / ROWS, column_size = k * ROWS;
+    const int64_t columns = n / ROWS, tiles = k / PAIRS, tile_bytes = TILE * weight->bits / 8;
     /* Many rows are first laid out in tiles, like the weight: they are read for every column. */
     bf16 *const packed =
         m > 2 * ROWS ? aligned_alloc(64, (m + ROWS - 1) / ROWS * ROWS * k * sizeof(bf16)) : NULL;
@@ -165,6 +220,8 @@ void linear(const bf16 *x, const bf16 *weight, const bf16 *bias, void *out, int 
                     memcpy(packed + row / ROWS * ROWS * k + i * ROWS + row % ROWS * PAIRS,
                            x + row * k + i, ROW_BYTES);
         }
+        bf16 *const room =
+            weight->bits < 16 ? aligned_alloc(64, 2 * tiles * TILE * sizeof(bf16)) : NULL;
         float sums[4][ROWS * ROWS] __attribute__((aligned(64)));
         int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
         int64_t first = columns * thread / num_threads;
@@ -172,8 +229,7 @@ void linear(const bf16 *x, const bf16 *weight, const bf16 *bias, void *out, int 
         int configured = -1;
         for (int64_t column = first; column < last; column += 2) {
             const int two = column + 1 < last;
-            const bf16 *left = weight + column * column_size;
-            const bf16 *right = two ? left + column_size : left;
+            const int64_t left = column * tiles, right = (column + two) * tiles;
             for (int64_t row = 0; row < m; row += 2 * ROWS) {
                 const int upper = MIN(m - row, ROWS), lower = MIN(m - row - upper, ROWS);
                 if (configured != upper + lower) {
@@ -185,18 +241,20 @@ void linear(const bf16 *x, const bf16 *weight, const bf16 *bias, void *out, int 
                 _tile_zero(1);
                 _tile_zero(2);
                 _tile_zero(3);
-                for (int64_t i = 0; i < k; i += PAIRS) {
+                for (int64_t i = 0; i < tiles; i++) {
                     if (!row) {
-                        prefetch_tile(left + i * ROWS + AHEAD * TILE, PAIRS);
-                        prefetch_tile(right + i * ROWS + AHEAD * TILE, PAIRS);
+                        const char *ahead = (const char *)weight->values + AHEAD;
+                        prefetch(ahead + (left + i) * tile_bytes, tile_bytes);
+                        prefetch(ahead + (right + i) * tile_bytes, tile_bytes);
                     }
-                    _tile_loadd(4, a + i * step, stride);
-                    _tile_loadd(6, left + i * ROWS, ROW_BYTES);
+                    _tile_loadd(4, a + i * PAIRS * step, stride);
+                    _tile_loadd(6, tile_of(weight, left + i, room + 2 * i * TILE, row), ROW_BYTES);
                     _tile_dpbf16ps(0, 4, 6);
-                    _tile_loadd(7, right + i * ROWS, ROW_BYTES);
+                    _tile_loadd(7, tile_of(weight, right + i, room + (2 * i + 1) * TILE, row),
+                                ROW_BYTES);
                     _tile_dpbf16ps(1, 4, 7);
                     if (lower) {
-                        _tile_loadd(5, b + i * step, stride);
+                        _tile_loadd(5, b + i * PAIRS * step, stride);
                         _tile_dpbf16ps(2, 5, 6);
                         _tile_dpbf16ps(3, 5, 7);
                     }
@@ -208,15 +266,19 @@ void linear(const bf16 *x, const bf16 *weight, const bf16 *bias, void *out, int 
                 for (int side = 0; side <= two; side++) {
                     const int64_t at = (column + side) * ROWS;
                     const bf16 *column_bias = bias ? bias + at : NULL;
+                    const __m512 scale = weight->bits == 8
+                        ? _mm512_loadu_ps((const float *)weight->scales + at) : _mm512_set1_ps(1);
                     for (int i = 0; i < upper + lower; i++) {
                         const float *sum = sums[2 * (i / ROWS) + side] + i % ROWS * ROWS;
-                        store_row(out, is_float, (row + i) * n + at, sum, column_bias);
+                        store_row(out, is_float, (row + i) * n + at,
+                                  _mm512_mul_ps(_mm512_load_ps(sum), scale), column_bias);
                     }
                 }
             }
         }
         if (configured >= 0)
             _tile_release();
+        free(room);
     }
     free(packed);
 }
@@ -343,6 +405,13 @@ static void make_room(struct scratch *scratch, int64_t size)
     scratch->probs = aligned_alloc(64, scratch->size * ROWS * sizeof(bf16));
     if (!scratch->scores || !scratch->probs)
         abort();
+}
+
+/* Rows that are not beside each other are hard to foresee for the processor. */
+static void prefetch_tile(const bf16 *row, int64_t stride)
+{
+    for (int i = 0; i < ROWS; i++)
+        _mm_prefetch(row + i * stride, _MM_HINT_T0);
 }
 
 static const bf16 *at_key(const struct attention *s, const bf16 *cache, int64_t seq,
@@ -520,7 +589,8 @@ void attention(const struct attention *s)
 /* -- all layers of a model -- */
 
 struct linear {
-    const bf16 *weight, *bias;
+    struct weight weight;
+    const bf16 *bias;
 };
 
 struct layer {
@@ -556,17 +626,17 @@ void decode(const struct decoder *d)
     for (int64_t i = 0; i < d->num_layers; i++) {
         const struct layer *l = d->layers + i;
         const bf16 *next_norm = i + 1 < d->num_layers ? l[1].input_norm : d->norm;
-        linear(x, l->qkv.weight, l->qkv.bias, d->qkv, 0, n, hidden, q_size + 2 * kv_size);
+        linear(x, &l->qkv.weight, l->qkv.bias, d->qkv, 0, n, hidden, q_size + 2 * kv_size);
         rope_and_cache(d->qkv, d->cos, d->sin, d->slots, l->q_norm, l->k_norm, d->eps, q, l->keys,
                        l->values, n, a.num_heads, a.num_kv_heads, a.dim);
         a.keys = l->keys;
         a.values = l->values;
         attention(&a);
-        linear(a.out, l->o.weight, l->o.bias, x, 0, n, q_size, hidden);
+        linear(a.out, &l->o.weight, l->o.bias, x, 0, n, q_size, hidden);
         rms_norm(x, d->residual, l->post_attention_norm, d->eps, x, n, hidden);
-        linear(x, l->gate_up.weight, l->gate_up.bias, d->gate_up, 0, n, hidden, 2 * intermediate);
+        linear(x, &l->gate_up.weight, l->gate_up.bias, d->gate_up, 0, n, hidden, 2 * intermediate);
         silu_and_mul(d->gate_up, d->activated, n, intermediate);
-        linear(d->activated, l->down.weight, l->down.bias, x, 0, n, intermediate, hidden);
+        linear(d->activated, &l->down.weight, l->down.bias, x, 0, n, intermediate, hidden);
         rms_norm(x, d->residual, next_norm, d->eps, x, n, hidden);
     }
 }

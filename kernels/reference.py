@@ -1,6 +1,7 @@
 """The plain PyTorch twin of each kernel: what the CPU runs, and the oracle of kernel tests."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from kernels.metadata import QUANTISED_MAX, SMALLEST_MAX, AttentionMetadata, DecodeGroup, KVCache
 from kernels.sampling_tensors import SamplingTensors
+
+GROUP_SIZE = 32  # weights that share a scale in 4 bits
 
 
 def pack_linear(weight: Tensor) -> Tensor:
@@ -22,6 +25,44 @@ def pack_linear(weight: Tensor) -> Tensor:
     if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.ops.mkldnn._reorder_linear_weight(weight)
     return weight.t().contiguous().t()
+
+
+class Quantized(NamedTuple):
+    """A weight [out_features, in_features], about `values * scales + offsets`.
+
+    Of 8 bits: int8, a scale [out_features, 1] float32 for each row, no offset. Of 4 bits: uint8
+    from 0 to 15, scales and offsets [out_features, in_features / 32] float16 for each group of 32.
+    """
+
+    values: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+
+    def dequantize(self) -> Tensor:
+        """[out_features, in_features] float32"""
+        values = self.values.float()
+        if self.offsets is None:
+            return values * self.scales
+        groups = values.unflatten(1, (-1, GROUP_SIZE))
+        return (groups * self.scales[..., None] + self.offsets[..., None].float()).flatten(1)
+
+
+def quantize(weight: Tensor, bits: int) -> Quantized:
+    """Round a weight [out_features, in_features] to the nearest of 8 or 4 bits.
+
+    8: symmetric, the largest of a row is 127. 4: from the smallest to the largest of a group.
+    """
+    weight = weight.float()
+    if bits == 8:
+        scales = weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / 127
+        return Quantized((weight / scales).round().to(torch.int8), scales, None)
+    assert bits == 4
+    groups = weight.unflatten(1, (-1, GROUP_SIZE))
+    smallest, largest = groups.aminmax(dim=2)
+    offsets = smallest.half()
+    scales = ((largest - offsets) / 15).half()
+    steps = (groups - offsets[..., None]) / scales.float().clamp(min=1e-30)[..., None]
+    return Quantized(steps.round().clamp(0, 15).to(torch.uint8).flatten(1), scales, offsets)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -12,7 +12,7 @@ from backend.config import ConfigError, EngineConfig
 from backend.engine import Engine
 from backend.model_runner import ModelRunner
 from backend.models import LlamaModel, ModelConfig
-from backend.models.lora import LoraWeights, add_lora
+from backend.models.lora import PackedLora, add_lora
 from backend.sequence import EngineRequest
 from kernels import pack_linear
 from tests.adapters import merged, write_adapter
@@ -157,7 +157,7 @@ def test_the_operation(dtype, tolerance):
     expected = out.double()
     expected[rows] += x.double()[rows] @ a.double().T @ b.double().T
     untouched = out[[0, 3, 4, 5]].clone()
-    adapters = {"one": LoraWeights(pack_linear(a), pack_linear(b))}
+    adapters = {"one": PackedLora(pack_linear(a), pack_linear(b))}
     with torch.inference_mode():
         add_lora(out, x, adapters, {"one": rows, "not here": torch.tensor([0, 3])})
     assert torch.equal(out[[0, 3, 4, 5]], untouched)

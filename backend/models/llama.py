@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backend.models.config import ModelConfig
-from backend.models.lora import LoraRows, LoraWeights, add_lora, read_adapter, stack
+from backend.models.lora import LoraRows, PackedLora, add_lora, read_adapter, stack
 from kernels import (
+    Arena,
     AttentionMetadata,
     KVCache,
+    PackedWeight,
     add_rms_norm,
     attention,
     linear,
@@ -33,9 +35,11 @@ class LlamaModel:
         weights: (name in transformers, tensor) of each weight; see `loader.load_weights`.
         batch_invariant: On CUDA, whether a token's numbers are to be the same to the bit in any
             batch, at a cost; see `is_batch_invariant`.
+        weight_bits: 8 or 4: the linears' weights are rounded to so many; see `kernels.pack_linear`.
 
     Raises:
         ValueError: a weight is missing, unexpected or of the wrong shape; the message names it.
+            Or they can't be had in so few bits.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class LlamaModel:
         dtype: torch.dtype,
         device: torch.device,
         batch_invariant: bool = False,
+        weight_bits: int = 16,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -57,13 +62,14 @@ class LlamaModel:
             for i in range(config.num_layers)
         ]
         self.norm = torch.empty(hidden_size, dtype=dtype, device=device)  # [hidden]
-        self.lm_head = (
+        self.lm_head: Tensor | PackedWeight = (
             self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
         )
         self._load(weights)
+        arena = Arena()
         for layer in self.layers:
-            layer.pack()
-        self.lm_head = pack_linear(self.lm_head)
+            layer.pack(weight_bits, arena)
+        self.lm_head = pack_linear(self.lm_head, weight_bits, arena)
         self._decoder = Decoder.of(
             [layer.weights() for layer in self.layers], self.norm, config.rms_norm_eps
         )
@@ -123,7 +129,7 @@ class LlamaModel:
         if self.device.type == "cuda":
             return self.batch_invariant
         in_c = self._decoder is not None and self._decoder.takes(kv_cache)
-        return in_c and self.lm_head.dim() == 4
+        return in_c and isinstance(self.lm_head, PackedWeight)
 
     def load_adapter(self, name: str, directory: Path) -> None:
         """Load a LoRA adapter that PEFT has stored; `forward` is told which tokens it changes.
@@ -142,7 +148,7 @@ class LlamaModel:
         for part in linears:
             if (weights := stack(part.parts, adapter)) is not None:
                 a, b = (pack_linear(weight.to(self.device, self.dtype)) for weight in weights)
-                part.adapters[name] = LoraWeights(a, b)
+                part.adapters[name] = PackedLora(a, b)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy each weight to its place, converting its dtype and moving it to the device."""
@@ -181,6 +187,7 @@ class LlamaModel:
             yield from layer.places()
         yield "model.norm.weight", self.norm
         if not self.config.tie_word_embeddings:
+            assert isinstance(self.lm_head, Tensor), "packed"
             yield "lm_head.weight", self.lm_head
 
 
@@ -267,12 +274,20 @@ class _DecoderLayer:
         for part in self.linears:
             yield from part.places()
 
-    def pack(self) -> None:
+    def pack(self, weight_bits: int, arena: Arena) -> None:
         for part in self.linears:
-            part.weight = pack_linear(part.weight)
+            assert isinstance(part.weight, Tensor), "packed before"
+            part.weight = pack_linear(part.weight, weight_bits, arena)
 
-    def weights(self) -> LayerWeights:
-        pairs = [(part.weight, part.bias) for part in self.linears]
+    def weights(self) -> LayerWeights | None:
+        """Once packed; None where not all are in the layout of `kernels.cpu`."""
+        pairs = [
+            (part.weight, part.bias)
+            for part in self.linears
+            if isinstance(part.weight, PackedWeight)
+        ]
+        if len(pairs) < len(self.linears):
+            return None
         return LayerWeights(
             self.input_norm, self.post_attention_norm, self.q_norm, self.k_norm, *pairs
         )
@@ -298,9 +313,11 @@ class _Linear:
         self.batch_invariant = batch_invariant
         self.in_features = in_features
         self.parts = parts
-        self.adapters: dict[str, LoraWeights] = {}
+        self.adapters: dict[str, PackedLora] = {}
         out_features = sum(parts.values())
-        self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self.weight: Tensor | PackedWeight = torch.empty(
+            out_features, in_features, dtype=dtype, device=device
+        )
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
 
     def __call__(self, x: Tensor, lora: LoraRows | None) -> Tensor:
@@ -312,6 +329,7 @@ class _Linear:
 
     def places(self) -> Iterator[tuple[str, Tensor]]:
         """(name in transformers, its rows) of each weight and bias. Only before packing."""
+        assert isinstance(self.weight, Tensor), "packed"
         sizes = list(self.parts.values())
         for kind, stacked in (("weight", self.weight), ("bias", self.bias)):
             if stacked is not None:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kernels import linear
+from kernels import PackedWeight, linear
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -48,10 +48,17 @@ class LoraWeights(NamedTuple):
     b: Tensor  # [out_features, rank], times the adapter's scaling
 
 
+class PackedLora(NamedTuple):
+    """LoraWeights as `kernels.linear` wants them."""
+
+    a: Tensor | PackedWeight
+    b: Tensor | PackedWeight
+
+
 def add_lora(
     out: Tensor,  # [num_tokens, out_features], changed in place
     x: Tensor,  # [num_tokens, in_features]
-    adapters: Mapping[str, LoraWeights],  # that change this projection
+    adapters: Mapping[str, PackedLora],  # that change this projection
     lora: LoraRows,
 ) -> None:
     """out[rows] += (x[rows] @ a.T) @ b.T for each of the step's adapters."""

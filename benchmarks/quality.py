@@ -1,0 +1,84 @@
+"""`make quality`: what rounding a model's weights does to what it says.
+
+The text is that of our own docs, in windows. Perplexity is exp(mean negative log probability of
+the next token); agreement is how often the likeliest next token is that of float32.
+"""
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from backend.config import EngineConfig
+from backend.model_runner import ModelRunner
+from backend.models.loader import resolve
+from backend.sequence import EngineRequest, SampledToken
+from backend.serve import ROOT
+from backend.tokenizer import Tokenizer
+from benchmarks.cpu_steps import MODEL
+from benchmarks.engine_runs import make_engine
+
+WINDOW = 512  # tokens, each seen from the window's start
+
+
+class Kind(NamedTuple):
+    dtype: Literal["float32", "bfloat16"]
+    quantization: Literal["none", "int8", "int4"] = "none"
+
+
+KINDS = (Kind("float32"), Kind("bfloat16"), Kind("bfloat16", "int8"), Kind("bfloat16", "int4"))
+
+
+def windows() -> Iterator[list[int]]:
+    tokenizer = Tokenizer(resolve(MODEL))
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md")))
+    token_ids = tokenizer.encode(text)
+    for start in range(0, len(token_ids) - WINDOW + 1, WINDOW):
+        yield token_ids[start : start + WINDOW]
+
+
+def score(kind: Kind, prompts: list[list[int]]) -> list[SampledToken]:
+    """All tokens but each window's first, with the likeliest one beside it."""
+    config = EngineConfig(
+        model=MODEL, dtype=kind.dtype, quantization=kind.quantization, kv_cache_memory=2**28
+    )
+    engine = make_engine(config, ModelRunner(config))
+    scored: list[SampledToken] = []
+    for i, prompt in enumerate(prompts):
+        engine.reserve()
+        engine.submit(EngineRequest(i, prompt, max_tokens=1, num_prompt_logprobs=1))
+        while not (outputs := engine.step()):
+            pass
+        scored += outputs[0].prompt_logprobs
+    return scored
+
+
+def perplexity(scored: list[SampledToken]) -> float:
+    logprobs = [token.logprobs.logprob for token in scored if token.logprobs]
+    return math.exp(-sum(logprobs) / len(logprobs))
+
+
+def likeliest(scored: list[SampledToken]) -> list[int]:
+    return [token.logprobs.top[0][0] for token in scored if token.logprobs]
+
+
+def main() -> None:
+    prompts = list(windows())
+    table = Table(title=f"{len(prompts)} windows of {WINDOW} tokens")
+    for name in ("weights", "perplexity", "likeliest token as in float32"):
+        table.add_column(name, justify="right")
+    with ThreadPoolExecutor(1) as thread:
+        runs = [thread.submit(score, kind, prompts).result() for kind in KINDS]
+    exact = likeliest(runs[0])
+    for kind, scored in zip(KINDS, runs, strict=True):
+        same = sum(a == b for a, b in zip(likeliest(scored), exact, strict=True)) / len(exact)
+        name = kind.dtype if kind.quantization == "none" else kind.quantization
+        table.add_row(name, f"{perplexity(scored):.3f}", f"{same:.1%}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
