@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from backend.repetition import RepetitionDetection
+from backend.speculative import SpeculativeConfig
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -105,6 +106,11 @@ class EngineConfig(BaseModel):
         {},
         description="LoRA adapters that requests may name (lora_name), as JSON: "
         '{"<name>": "<directory with PEFT\'s adapter_config.json and adapter_model.safetensors>"}',
+    )
+    speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(_parse_json)] = Field(
+        None,
+        description="speculative decoding by prompt lookup, as JSON with vLLM's names: "
+        '{"method": "ngram", "num_speculative_tokens": 8}; default: none',
     )
     prefix_cache: Literal["on", "off"] = Field("off", description="reuse of computed prefixes")
     drain_seconds: float = Field(
