@@ -158,11 +158,12 @@ def _explain(error: ValidationError) -> str:
     reason = details["msg"].removeprefix("Value error, ")
     if not details["loc"]:
         return f"config.pbtxt: {reason}"
-    name = details["loc"][0]
-    if details["type"] == "extra_forbidden":
+    name, *inside = details["loc"]
+    if details["type"] == "extra_forbidden" and not inside:
         known = ", ".join(sorted(EngineConfig.model_fields))
         return f"config.pbtxt: unknown parameter '{name}'; known are: {known}"
     if details["type"] == "missing":
         field = EngineConfig.model_fields[str(name)]
         return f"config.pbtxt: parameter '{name}' is missing ({field.description})"
-    return f"config.pbtxt: parameter '{name}' can't be {details['input']!r}. {reason}"
+    where = f", as its '{inside[0]}'" if inside else ""
+    return f"config.pbtxt: parameter '{name}' can't be {details['input']!r}{where}. {reason}"
