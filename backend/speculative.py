@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+_FIRST_LENGTH = 3  # tokens of a draft
 _LONGEST_PAUSE = 32  # tokens
 
 
@@ -20,8 +21,8 @@ class SpeculativeConfig(BaseModel):
 
     method: Literal["ngram"] = "ngram"  # prompt lookup
     num_speculative_tokens: int = Field(8, ge=1, le=64)  # in a draft, at most
-    prompt_lookup_min: int = Field(2, ge=1, le=16)  # tokens that have to be met again, at least
-    prompt_lookup_max: int = Field(4, ge=1, le=16)  # the more are tried first
+    prompt_lookup_min: int = Field(3, ge=1, le=16)  # tokens that have to be met again, at least
+    prompt_lookup_max: int = Field(5, ge=1, le=16)  # the more are tried first
     disable_by_batch_size: int = Field(32, ge=1)  # no drafts while more sequences run
     by_default: bool = True  # ours: whether for requests that don't say
 
@@ -38,9 +39,9 @@ class SpeculativeConfig(BaseModel):
 class NgramProposer:
     """Drafts for one sequence (prompt lookup decoding; Saxena, 2023; vLLM's method "ngram").
 
-    An index of all n-grams so far makes a look-up take the same time at any length. Drafts get
-    shorter as they fail, and pause after one that fails entirely, for twice as long each time: a
-    text that does not repeat itself soon costs next to nothing.
+    An index of all n-grams so far makes a look-up take the same time at any length. Drafts grow
+    as they succeed, shrink as they fail, and pause after one that fails entirely, for twice as
+    long each time: a text that does not repeat itself costs next to nothing.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
@@ -48,7 +49,7 @@ class NgramProposer:
         self._sizes = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
         self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> where it last ended, [.., end)
         self._num_indexed = 0  # tokens whose n-grams are in `_ends`
-        self._length = config.num_speculative_tokens  # of the next draft, at most
+        self._length = min(_FIRST_LENGTH, config.num_speculative_tokens)  # of the next draft
         self._pause = 1  # after the next draft that fails
         self._resumes_at = 0  # tokens of the sequence
 

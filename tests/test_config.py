@@ -139,9 +139,9 @@ def test_bad_values_are_named_with_what_is_allowed(name, text, allowed):
         ("speculative_config", "8", "8", "valid dictionary"),
         (
             "speculative_config",
-            '{"prompt_lookup_min": 5}',
-            "{'prompt_lookup_min': 5}",
-            "prompt_lookup_min (5) should be at most prompt_lookup_max (4)",
+            '{"prompt_lookup_min": 6}',
+            "{'prompt_lookup_min': 6}",
+            "prompt_lookup_min (6) should be at most prompt_lookup_max (5)",
         ),
     ],
 )

@@ -422,7 +422,12 @@ def test_the_smaller_priority_is_admitted_first():
 # -- drafts --
 
 LOOP = (1, 2, 3, 1, 2, 3, 1, 2)  # is to go on with 3, 1, 2, ...
-UP_TO_4 = SpeculativeConfig(num_speculative_tokens=4)
+DRAFTS = SpeculativeConfig(num_speculative_tokens=9, prompt_lookup_min=2)
+
+
+def lengthen_drafts(sequence, length=4):
+    """Else the first one has three tokens, and has to succeed for others to be longer."""
+    sequence.proposer._length = length
 
 
 def speculate(scheduler, *token_ids):
@@ -439,9 +444,10 @@ def speculate(scheduler, *token_ids):
 
 def start_loop(max_tokens=50, prompt=LOOP, **options):
     """A scheduler and a sequence that has said 3, as was to be expected."""
-    scheduler = make_scheduler(speculative=UP_TO_4, **options)
+    scheduler = make_scheduler(speculative=DRAFTS, **options)
     sequence = make_sequence(prompt, max_tokens, speculative=True)
     add(scheduler, sequence)
+    lengthen_drafts(sequence)
     step(scheduler, 3)
     return scheduler, sequence
 
@@ -472,9 +478,10 @@ def test_tokens_behind_the_one_that_ends_the_answer_are_dropped():
             [1, 2, 3, 1, 2],
         ),
     ):
-        scheduler = make_scheduler(speculative=SpeculativeConfig(num_speculative_tokens=9))
+        scheduler = make_scheduler(speculative=DRAFTS)
         sequence = make_sequence(LOOP, 50, speculative=True, **fields)
         add(scheduler, sequence)
+        lengthen_drafts(sequence, 8)
         step(scheduler, 3)
         [scheduled] = batch = scheduler.schedule()
         scheduler.advance(batch)
@@ -554,7 +561,7 @@ def test_drafts_get_what_prompts_leave_of_the_budget():
     ids=str,
 )
 def test_whose_rows_would_not_be_what_they_were_alone_has_no_drafts(fields):
-    scheduler = make_scheduler(speculative=UP_TO_4)
+    scheduler = make_scheduler(speculative=DRAFTS)
     add(scheduler, make_sequence(LOOP, 50, **{"speculative": True, **fields}))
     assert [step(scheduler, token_id)[0] for token_id in (3, 1, 2)] == [
         [(0, 8)],
@@ -566,7 +573,9 @@ def test_whose_rows_would_not_be_what_they_were_alone_has_no_drafts(fields):
 
 
 def test_a_large_batch_has_no_drafts():
-    config = SpeculativeConfig(num_speculative_tokens=2, disable_by_batch_size=2)
+    config = SpeculativeConfig(
+        num_speculative_tokens=2, prompt_lookup_min=2, disable_by_batch_size=2
+    )
     scheduler = make_scheduler(speculative=config)
     for request_id, max_tokens in enumerate((9, 9, 3)):
         add(scheduler, make_sequence([3, 1, 2], max_tokens, request_id, speculative=True))

@@ -11,7 +11,8 @@ from backend.speculative import NgramProposer, SpeculativeConfig
 
 
 def make_proposer(**changes) -> NgramProposer:
-    return NgramProposer(SpeculativeConfig(**{"num_speculative_tokens": 4, **changes}))
+    lengths = {"num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    return NgramProposer(SpeculativeConfig(**{**lengths, **changes}))
 
 
 def propose(token_ids: list[int], limit: int = 99, **changes) -> list[int]:
@@ -22,14 +23,14 @@ def propose(token_ids: list[int], limit: int = 99, **changes) -> list[int]:
 
 
 def test_what_followed_before_is_proposed():
-    assert propose([1, 2, 3, 4, 5, 6, 7, 1, 2]) == [3, 4, 5, 6]
+    assert propose([1, 2, 3, 4, 5, 6, 7, 1, 2]) == [3, 4, 5]
 
 
 def test_nothing_is_proposed_where_nothing_was_met_before():
     assert propose([1, 2, 3, 4, 5]) == []
     assert propose([1]) == []
     assert propose([1, 2, 3, 1]) == []  # one token is too little
-    assert propose([1, 2, 3, 1], prompt_lookup_min=1) == [2, 3, 1, 2]
+    assert propose([1, 2, 3, 1], prompt_lookup_min=1) == [2, 3, 1]
 
 
 def test_the_latest_place_of_several_counts():
@@ -43,13 +44,14 @@ def test_a_longer_match_goes_before_a_later_one():
 
 
 def test_a_loop_is_followed_beyond_its_end():
-    assert propose([7, 7, 7]) == [7, 7, 7, 7]
-    assert propose([0, 1, 2, 3, 2, 3]) == [2, 3, 2, 3]
+    assert propose([7, 7, 7]) == [7, 7, 7]
+    assert propose([0, 1, 2, 3, 2, 3]) == [2, 3, 2]
 
 
 def test_no_more_than_the_limit():
     token_ids = [1, 2, 3, 4, 5, 6, 7, 1, 2]
-    assert [len(propose(token_ids, limit)) for limit in (-1, 0, 1, 3, 4, 9)] == [0, 0, 1, 3, 4, 4]
+    assert [len(propose(token_ids, limit)) for limit in (-1, 0, 1, 3, 9)] == [0, 0, 1, 3, 3]
+    assert len(propose(token_ids, num_speculative_tokens=2)) == 2
 
 
 def test_tokens_may_come_one_by_one_or_many_at_once():
@@ -103,10 +105,10 @@ LOOP = [1, 2, 3] * 10
 def test_a_draft_is_at_most_one_longer_than_twice_what_was_right_last():
     proposer = make_proposer(num_speculative_tokens=8)
     lengths = []
-    for num_accepted in (8, 3, 1, 1, 2, 5):
+    for num_accepted in (3, 7, 8, 3, 1, 1, 2):
         lengths.append(len(proposer.propose(LOOP, 99)))
         proposer.observe(len(LOOP), num_accepted)
-    assert lengths == [8, 8, 7, 3, 3, 5]
+    assert lengths == [3, 7, 8, 8, 7, 3, 3]
 
 
 def test_drafts_that_fail_pause_for_longer_and_longer():
@@ -116,7 +118,7 @@ def test_drafts_that_fail_pause_for_longer_and_longer():
     for num_tokens in range(1, 150):
         token_ids.append(0)
         if draft := proposer.propose(token_ids, 99):
-            assert len(draft) == (1 if drafted_at else 4)
+            assert len(draft) == (1 if drafted_at else 3)
             drafted_at.append(num_tokens)
             proposer.observe(len(token_ids) + 1, 0)
     gaps = [b - a for a, b in pairwise(drafted_at)]
@@ -143,7 +145,7 @@ def test_a_draft_that_succeeds_ends_the_pauses():
         ({"num_speculative_tokens": 0}, "greater than or equal to 1"),
         ({"num_speculative_tokens": "many"}, "valid integer"),
         ({"prompt_lookup_min": 0}, "greater than or equal to 1"),
-        ({"prompt_lookup_min": 5}, "prompt_lookup_min (5) should be at most prompt_lookup_max (4)"),
+        ({"prompt_lookup_min": 6}, "prompt_lookup_min (6) should be at most prompt_lookup_max (5)"),
         ({"disable_by_batch_size": 0}, "greater than or equal to 1"),
         ({"model": "small"}, "Extra inputs are not permitted"),
     ],
