@@ -6,6 +6,7 @@ sequence's own and keeps them as far as they are what it would have sampled anyw
 changes how fast an answer comes and nothing else (`Scheduler.update`).
 """
 
+from itertools import count
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -79,11 +80,12 @@ class NgramProposer:
 
     def _index(self, token_ids: list[int]) -> None:
         """Take in all n-grams that have a token behind them: the last ones are looked up."""
-        for end in range(self._num_indexed + 1, len(token_ids)):
-            for size in self._sizes:
-                if size <= end:
-                    self._ends[tuple(token_ids[end - size : end])] = end
-        self._num_indexed = max(self._num_indexed, len(token_ids) - 1)
+        known = len(token_ids) - 1
+        for size in self._sizes:
+            start = max(self._num_indexed + 1 - size, 0)
+            ngrams = zip(*(token_ids[start + i : known] for i in range(size)), strict=False)
+            self._ends.update(zip(ngrams, count(start + size), strict=False))
+        self._num_indexed = max(self._num_indexed, known)
 
     def _continue(self, token_ids: list[int], start: int, length: int) -> list[int]:
         """What stands from `start` on; beyond the end, the draft itself goes on as it began."""
