@@ -131,16 +131,19 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Take all blocks from the sequence."""
-        for block_id in reversed(sequence.block_table):
-            block = self.blocks[block_id]
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                self._free[block_id] = None
-                if block.digest is None:  # nothing to lose: the first to be taken again
-                    self._free.move_to_end(block_id, last=False)
-        sequence.block_table.clear()
+        self.trim(sequence, 0)
         sequence.num_published_blocks = 0
         sequence.num_computed_tokens = 0
+
+    def trim(self, sequence: Sequence, num_tokens: int) -> None:
+        """Take the blocks behind those of the first so many tokens from the sequence."""
+        for _ in range(len(sequence.block_table) - self.blocks_for(num_tokens)):
+            block = self.blocks[sequence.block_table.pop()]
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self._free[block.block_id] = None
+                if block.digest is None:  # nothing to lose: the first to be taken again
+                    self._free.move_to_end(block.block_id, last=False)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Assert that reference counts, free list and published blocks agree with the holders."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from backend.repetition import RepetitionDetection
+from backend.speculative import SpeculativeConfig
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -111,6 +112,11 @@ class EngineConfig(BaseModel):
         description="LoRA adapters that requests may name (lora_name), as JSON: "
         '{"<name>": "<directory with PEFT\'s adapter_config.json and adapter_model.safetensors>"}',
     )
+    speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(_parse_json)] = Field(
+        None,
+        description="speculative decoding by prompt lookup, as JSON with vLLM's names: "
+        '{"method": "ngram", "num_speculative_tokens": 8}; default: none',
+    )
     prefix_cache: Literal["on", "off"] = Field("off", description="reuse of computed prefixes")
     drain_seconds: float = Field(
         10.0, ge=0, description="how long running requests may go on when the model is unloaded"
@@ -157,11 +163,12 @@ def _explain(error: ValidationError) -> str:
     reason = details["msg"].removeprefix("Value error, ")
     if not details["loc"]:
         return f"config.pbtxt: {reason}"
-    name = details["loc"][0]
-    if details["type"] == "extra_forbidden":
+    name, *inside = details["loc"]
+    if details["type"] == "extra_forbidden" and not inside:
         known = ", ".join(sorted(EngineConfig.model_fields))
         return f"config.pbtxt: unknown parameter '{name}'; known are: {known}"
     if details["type"] == "missing":
         field = EngineConfig.model_fields[str(name)]
         return f"config.pbtxt: parameter '{name}' is missing ({field.description})"
-    return f"config.pbtxt: parameter '{name}' can't be {details['input']!r}. {reason}"
+    where = f", as its '{inside[0]}'" if inside else ""
+    return f"config.pbtxt: parameter '{name}' can't be {details['input']!r}{where}. {reason}"

@@ -32,7 +32,8 @@ class Runner(Protocol):
         ...
 
     def launch(self, batch: list[ScheduledSequence]) -> Callable[[], list[SampledToken]]:
-        """Start a step; what is returned waits for it and gives its tokens."""
+        """Start a step; what is returned waits for it and gives its tokens: of each of the batch,
+        in its order, `num_samples`."""
         ...
 
 
@@ -56,6 +57,8 @@ class EngineStats:
     num_preemptions: int
     num_steps: int
     num_computed_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int  # of the drafts
 
 
 class Engine:
@@ -80,7 +83,10 @@ class Engine:
             runner.num_blocks, config.block_size, config.prefix_cache == "on"
         )
         self.scheduler = Scheduler(
-            self.block_manager, config.max_num_seqs, config.max_num_batched_tokens
+            self.block_manager,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.speculative_config,
         )
         self._inbox: deque[EngineRequest | int] = deque()  # to add, or the id to abort
         self._wake = threading.Condition()
@@ -163,6 +169,8 @@ class Engine:
             num_preemptions=self.scheduler.num_preemptions,
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed_tokens,
+            num_draft_tokens=self.scheduler.num_draft_tokens,
+            num_accepted_tokens=self.scheduler.num_accepted_tokens,
         )
 
     def step(self) -> list[EngineOutput]:
@@ -171,14 +179,10 @@ class Engine:
         batch = self.scheduler.schedule()
         before, self._in_flight = self._in_flight, self._launch(batch)
         outputs += self._update(before)
-        if not self._may_overlap(batch):
+        if not self._runner.overlaps or self.scheduler.waits_for(batch):
             launched, self._in_flight = self._in_flight, None
             outputs += self._update(launched)
         return outputs
-
-    def _may_overlap(self, batch: list[ScheduledSequence]) -> bool:
-        """Whether the next step can be launched before this one is read."""
-        return self._runner.overlaps and not any(s.sequence.request.needs_history for s in batch)
 
     def _launch(self, batch: list[ScheduledSequence]) -> _Step | None:
         if not batch:

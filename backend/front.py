@@ -177,6 +177,11 @@ class Front:
                 f"{self._config.max_num_seqs} answers run at once (max_num_seqs)"
             )
         self._check_lora(request.sampling.lora_name)
+        if request.sampling.speculative and not self._config.speculative_config:
+            raise InvalidArgument(
+                "sampling parameter 'speculative': true is not allowed; this server has no "
+                "speculative_config"
+            )
 
     def _submit_compiled(self, compiling_id: int, compiled: Future[Grammar]) -> None:
         """Never raises."""
@@ -315,6 +320,7 @@ class Front:
             grammar=grammar,
             repetition_detection=detection,
             priority=sampling.priority,
+            speculative=self._speculates(sampling.speculative),
             lora=lora,
             # The line is always part of the salt, so nobody can take on another line's.
             # So is the adapter, whose KV is no other's.
@@ -332,6 +338,10 @@ class Front:
             for i in range(1, sampling.n)
         ]
         return [first, *forks]
+
+    def _speculates(self, wanted: bool | None) -> bool:
+        config = self._config.speculative_config
+        return config is not None and (config.by_default if wanted is None else wanted)
 
     def _check_lora(self, name: str | None) -> None:
         """The messages are those of vLLM's Triton backend; its clients compare them."""

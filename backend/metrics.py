@@ -46,7 +46,7 @@ class Metrics:
     def __init__(self, model: str, version: str, max_model_len: int, vllm: bool) -> None:
         self._labels = {"model": model, "version": version}
         self._families: list[Any] = []  # a metric lives as long as its family
-        self._num_preemptions = 0
+        self._counted: dict[str, int] = {}  # of the engine's own counters
         self._vllm = vllm
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -100,8 +100,11 @@ class Metrics:
         self._later(self._blocks.set, stats.num_blocks)
         self._later(self._used_blocks.set, stats.num_used_blocks)
         self._later(self._cached_blocks.set, stats.num_cached_blocks)
-        self._later(self._preemptions.increment, stats.num_preemptions - self._num_preemptions)
-        self._num_preemptions = stats.num_preemptions
+        for name, counters in self._engine_counters.items():
+            value = getattr(stats, name)
+            for counter in counters:
+                self._later(counter.increment, value - self._counted.get(name, 0))
+            self._counted[name] = value
         for kind, value in (
             ("tokens_per", stats.block_size),
             ("used", stats.num_used_blocks),
@@ -140,11 +143,22 @@ class Metrics:
         self._output_tokens = self._metric(
             "tritium:output_tokens_total", "Tokens of answers that ended", counter
         )
-        self._preemptions = self._metric(
-            "tritium:preemptions_total",
-            "Sequences sent back to the queue for want of blocks",
-            counter,
-        )
+        # By what `EngineStats` calls them.
+        self._engine_counters = {
+            "num_preemptions": [
+                self._metric(
+                    "tritium:preemptions_total",
+                    "Sequences sent back to the queue for want of blocks",
+                    counter,
+                )
+            ],
+            "num_draft_tokens": [
+                self._metric("tritium:draft_tokens_total", "Draft tokens verified", counter)
+            ],
+            "num_accepted_tokens": [
+                self._metric("tritium:accepted_tokens_total", "Draft tokens accepted", counter)
+            ],
+        }
         self._running = self._metric("tritium:requests_running", "Requests in the batch", gauge)
         self._waiting = self._metric("tritium:requests_waiting", "Requests in the queue", gauge)
         self._blocks = self._metric("tritium:kv_blocks", "Blocks of the KV cache", gauge)
@@ -170,6 +184,14 @@ class Metrics:
         self._vllm_generation_tokens = self._metric(
             "vllm:generation_tokens_total", "Number of generation tokens processed.", counter
         )
+        for what in ("draft", "accepted"):
+            self._engine_counters[f"num_{what}_tokens"].append(
+                self._metric(
+                    f"vllm:spec_decode_num_{what}_tokens_total",
+                    f"Number of {what} tokens in speculative decoding.",
+                    counter,
+                )
+            )
         self._vllm_ttft = self._histogram("vllm:time_to_first_token_seconds", _TTFT)
         self._vllm_tpot = self._histogram("vllm:time_per_output_token_seconds", _TPOT)
         self._vllm_e2e = self._histogram("vllm:e2e_request_latency_seconds", _E2E)

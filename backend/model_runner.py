@@ -97,8 +97,8 @@ class ModelRunner:
             batch: Those with one new token first.
 
         Returns:
-            What waits for the step and gives the next token of each that `samples`, in the
-            batch's order.
+            What waits for the step and gives the `num_samples` tokens of each, in the batch's
+            order.
         """
         with self._on_device():
             input_ids, positions, metadata = self._tensors(batch)
@@ -110,18 +110,18 @@ class ModelRunner:
             else:
                 hidden = self.model.forward(input_ids, positions, self.kv_caches, metadata, lora)
             read_prompts = self._prompt_logprobs(batch, hidden)
-            sampling = [i for i, scheduled in enumerate(batch) if scheduled.samples]
-            if not sampling:
+            rows = _sampled_rows(batch)
+            if not len(rows):
                 return read_prompts
-            if len(sampling) < len(hidden):
-                last_tokens = np.cumsum([s.num_new_tokens for s in batch])[sampling] - 1
-                hidden = hidden[self._to_device(last_tokens)]
-            sequences = [batch[i].sequence for i in sampling]
+            if len(rows) < len(hidden):
+                hidden = hidden[self._to_device(rows)]
+            sequences = [s.sequence for s in batch for _ in range(s.num_samples)]
+            places = [p for s in batch for p in range(s.end - s.num_samples + 1, s.end + 1)]
             logits = self.model.compute_logits(hidden)
             # While a GPU still computes those.
             masks = grammar_masks(sequences, logits.shape[1])
             sampled = self._sampler.sample(
-                logits, sequences, None if masks is None else self._to_device(masks)
+                logits, sequences, None if masks is None else self._to_device(masks), places
             )
             self._last = _Last(
                 sampled.token_ids, {sequence: row for row, sequence in enumerate(sequences)}
@@ -146,7 +146,7 @@ class ModelRunner:
         """
         pieces: list[tuple[Sequence, int, Sampled]] = []
         first = 0
-        for sequence, start, end, _ in batch:
+        for sequence, start, end, _, _ in batch:
             k = sequence.request.num_prompt_logprobs
             if sequence.num_output_tokens:
                 k = None  # a preempted one has had them
@@ -177,9 +177,10 @@ class ModelRunner:
         input_ids = np.empty(num_tokens, dtype=np.int64)
         block_tables = np.zeros((len(batch), -(-int(seq_lens.max()) // self.block_size)), np.int32)
         pending: list[tuple[int, int]] = []  # (token of this step, row of the last one's sampled)
-        for i, (sequence, start, end, _) in enumerate(batch):
+        for i, (sequence, start, end, _, draft_token_ids) in enumerate(batch):
             first = query_start_loc[i]
             token_ids = sequence.token_ids[start:end]
+            token_ids += draft_token_ids
             if len(token_ids) < end - start:
                 token_ids.append(0)
                 pending.append((first + end - start - 1, self._last.rows[sequence]))
@@ -281,6 +282,13 @@ class ModelRunner:
                 f"one block of {self.block_size} tokens takes {self.block_bytes} bytes"
             )
         return num_blocks
+
+
+def _sampled_rows(batch: list[ScheduledSequence]) -> np.ndarray:
+    """The tokens of the step behind which one is sampled, [n] int64: the last ones of each."""
+    ends = np.cumsum([s.num_new_tokens for s in batch])
+    counts = np.array([s.num_samples for s in batch])
+    return np.arange(counts.sum()) + np.repeat(ends - counts.cumsum(), counts)
 
 
 def _choose_device(config: EngineConfig, device_id: int) -> torch.device:

@@ -50,8 +50,9 @@ class Sampler:
     def sample(
         self,
         logits: Tensor,  # [num_seqs, vocab_size] float32; may be overwritten
-        sequences: list[Sequence],
+        sequences: list[Sequence],  # where one has drafts, it stands there for each of its rows
         masks: Tensor | None = None,  # [num_seqs, ceil(vocab_size / 32)] int32: kernels.apply_mask
+        positions: Seq[int] | None = None,  # of the tokens to choose; None: behind the last ones
     ) -> Sampled:
         """Choose the next token of each sequence.
 
@@ -67,7 +68,9 @@ class Sampler:
         if masks is not None:
             kernels.apply_mask(logits, masks)
         self._adjust(logits, sequences)
-        token_ids = kernels.sample(logits, _sampling_tensors(logits, sequences))
+        if positions is None:
+            positions = [sequence.num_tokens for sequence in sequences]
+        token_ids = kernels.sample(logits, _sampling_tensors(logits, sequences, positions))
         tensors = [token_ids]
         if wanting:
             tensors += _logprobs(raw, token_ids[rows], max(k or 0 for k in num_logprobs))
@@ -213,7 +216,9 @@ def _allow_only(logits: Tensor, allowed: list[np.ndarray]) -> None:
     logits[at_rows, at_tokens] = kept
 
 
-def _sampling_tensors(logits: Tensor, sequences: list[Sequence]) -> kernels.SamplingTensors | None:
+def _sampling_tensors(
+    logits: Tensor, sequences: list[Sequence], positions: Seq[int]
+) -> kernels.SamplingTensors | None:
     """None: all are greedy."""
     requests = [sequence.request for sequence in sequences]
     vocab_size = logits.shape[-1]
@@ -225,13 +230,13 @@ def _sampling_tensors(logits: Tensor, sequences: list[Sequence]) -> kernels.Samp
     top_k = np.array(limits, dtype=np.int32)
     top_p = np.array([r.top_p for r in requests], dtype=np.float32)
     min_p = np.array([r.min_p for r in requests], dtype=np.float32)
-    keys = make_keys([r.seed for r in requests], [sequence.num_tokens for sequence in sequences])
+    keys = make_keys([r.seed for r in requests], positions)
     filtered = (temperature > 0) & ((top_k < vocab_size) | (top_p < 1) | (min_p > 0))
     columns = _upload(logits, temperature, top_k, top_p, min_p, keys)
     return kernels.SamplingTensors._make((*columns, bool(filtered.any())))
 
 
-def make_keys(seeds: list[int], positions: list[int]) -> np.ndarray:
+def make_keys(seeds: Seq[int], positions: Seq[int]) -> np.ndarray:
     """[n] int64: random numbers for each (seed, position): SplitMix64 (Steele et al., 2014)."""
     with np.errstate(over="ignore"):
         x = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)

@@ -71,6 +71,7 @@ class SamplingParams(BaseModel):
     priority: Int = Field(0, ge=-(2**31), lt=2**31)  # smaller ones are admitted first
     structured_outputs: StructuredOutputs | None = None  # also guided_decoding, response_format
     repetition_detection: RepetitionDetection | None = None  # None: the server's
+    speculative: bool | None = None  # ours: whether drafts are tried; None: the server's default
     trim_blanks: bool | None = None  # ours: no blanks at the end of the answer; None: the server's
 
     @classmethod

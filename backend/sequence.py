@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from backend.repetition import RepetitionDetection
+from backend.speculative import NgramProposer
 
 
 class SequenceStatus(Enum):
@@ -91,6 +92,7 @@ class EngineRequest:
     repetition_detection: RepetitionDetection | None = None
     priority: int = 0  # who waits with a smaller one is admitted first
     fork_of: int | None = None  # an earlier request, no fork, with this prompt: they share its KV
+    speculative: bool = False  # whether draft tokens may be tried, where the engine has any
     lora: str = ""  # the adapter's name, "": the base model
     cache_salt: bytes = b""  # prompts share KV blocks only under equal salts
 
@@ -167,6 +169,7 @@ class Sequence:
     arrival: int = 0  # how many came before; set by the scheduler
     leader: "Sequence | None" = None  # whose prompt's blocks it starts with; set by the scheduler
     forks: list["Sequence"] = field(default_factory=list)  # wait for its prompt; by the scheduler
+    proposer: NgramProposer | None = None  # of its draft tokens; set by the scheduler
 
     # -- owned by the block manager --
     block_table: list[int] = field(default_factory=list)

@@ -45,8 +45,15 @@ class CountingRunner:
     def start(self) -> None:
         pass
 
+    def token_at(self, position: int) -> int:
+        return position
+
     def launch(self, batch: list[ScheduledSequence]) -> Callable[[], list[SampledToken]]:
-        sampled = [SampledToken(s.end, None) for s in batch if s.samples]
+        sampled = [
+            SampledToken(self.token_at(position), None)
+            for s in batch
+            for position in range(s.end - s.num_samples + 1, s.end + 1)
+        ]
 
         def read() -> list[SampledToken]:
             time.sleep(self.seconds)

@@ -29,7 +29,15 @@ TEXT_FILES = sorted(
 )
 
 SERVER_TYPES = "triton_python_backend_utils"
-PURE = ["sequence", "scheduler", "block_manager", "sampling_params", "structured_params", "output"]
+PURE = [
+    "sequence",
+    "scheduler",
+    "speculative",
+    "block_manager",
+    "sampling_params",
+    "structured_params",
+    "output",
+]
 ENGINE = ["engine", "sequence", "scheduler", "block_manager", "sampler", "model_runner"]
 FRONT = [
     "output",

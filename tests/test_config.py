@@ -4,6 +4,7 @@ import pytest
 
 from backend.config import ConfigError, EngineConfig
 from backend.repetition import RepetitionDetection
+from backend.speculative import SpeculativeConfig
 
 
 def read(**values: str) -> EngineConfig:
@@ -31,6 +32,7 @@ def test_every_default_protects_the_server():
     assert config.batch_invariant is False
     assert (config.repetition_detection, config.trim_blanks) == (None, False)
     assert config.lora_modules == {}
+    assert config.speculative_config is None
     assert (config.device, config.dtype, config.cpu_threads) == ("auto", "auto", None)
     assert config.drain_seconds == 10.0
 
@@ -61,6 +63,11 @@ def test_every_parameter_has_a_description():
             "repetition_detection",
             '{"max_pattern_size": 8, "min_count": 4}',
             RepetitionDetection(max_pattern_size=8, min_count=4),
+        ),
+        (
+            "speculative_config",
+            '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}',
+            SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=3),
         ),
     ],
 )
@@ -106,6 +113,7 @@ def test_memory(text, num_bytes):
         ("kv_cache_memory_fraction", "0", "greater than 0"),
         ("repetition_detection", "{8", "should be JSON"),
         ("lora_modules", "one=/one", "should be JSON"),
+        ("speculative_config", "ngram", "should be JSON"),
         ("kv_cache_dtype", "fp4", "'auto', 'fp8' or 'int8'"),
         ("kv_cache_memory_fraction", "1", "less than 1"),
         ("prefix_cache", "yes", "'on' or 'off'"),
@@ -120,17 +128,26 @@ def test_bad_values_are_named_with_what_is_allowed(name, text, allowed):
 
 
 @pytest.mark.parametrize(
-    ("text", "wrong", "allowed"),
+    ("name", "text", "wrong", "allowed"),
     [
-        ('["/one"]', "['/one']", "valid dictionary"),
-        ('{"one": 5}', "5", "valid string"),
-        ('{"one": ""}', "''", "at least 1 character"),
-        ('{"": "/one"}', "''", "at least 1 character"),
+        ("lora_modules", '["/one"]', "['/one']", "valid dictionary"),
+        ("lora_modules", '{"one": 5}', "5, as its 'one'", "valid string"),
+        ("lora_modules", '{"one": ""}', "'', as its 'one'", "at least 1 character"),
+        ("lora_modules", '{"": "/one"}', "'', as its ''", "at least 1 character"),
+        ("speculative_config", '{"method": "eagle"}', "'eagle', as its 'method'", "'ngram'"),
+        ("speculative_config", '{"model": "x"}', "'x', as its 'model'", "not permitted"),
+        ("speculative_config", "8", "8", "valid dictionary"),
+        (
+            "speculative_config",
+            '{"prompt_lookup_min": 6}',
+            "{'prompt_lookup_min': 6}",
+            "prompt_lookup_min (6) should be at most prompt_lookup_max (5)",
+        ),
     ],
 )
-def test_wrong_adapters(text, wrong, allowed):
-    message = refusal(lora_modules=text)
-    assert message.startswith(f"config.pbtxt: parameter 'lora_modules' can't be {wrong}. ")
+def test_wrong_parts_are_named_too(name, text, wrong, allowed):
+    message = refusal(**{name: text})
+    assert message.startswith(f"config.pbtxt: parameter '{name}' can't be {wrong}. ")
     assert allowed in message
 
 

@@ -9,6 +9,7 @@ import pytest
 from backend.engine import Engine
 from backend.errors import InvalidArgument, Unavailable
 from backend.sequence import EngineOutput, FinishReason, SampledToken, TokenLogprobs
+from backend.speculative import SpeculativeConfig
 from tests.helpers import Collector, CountingRunner, make_config, make_request
 
 CANCELLED, ERROR, LENGTH, SHUTDOWN = (
@@ -166,6 +167,50 @@ def test_a_failing_launch_ends_whom_it_had_and_the_step_before_is_read(start):
     collector.wait_until_finished(1)
     assert collector.token_ids(1) == [3, 4, 5]
     engine.scheduler.check_integrity()
+
+
+# -- drafts --
+
+
+class RepeatingRunner(LoggingRunner):
+    """Goes on in a loop that breaks at each eleventh token, so some drafts are wrong."""
+
+    def token_at(self, position):
+        return position if position % 11 == 0 else position % 3
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_drafts_change_the_number_of_steps_and_nothing_else(overlaps):
+    def run(**changes):
+        runner = RepeatingRunner(num_blocks=24, overlaps=overlaps)
+        engine, collector = make_engine(runner, prefix_cache="on", **changes)
+        for number in range(6):
+            fields = {} if number % 3 else {"stop_token_ids": frozenset([22 + 11 * number])}
+            prompt = [runner.token_at(i) for i in range(5 + number)]
+            submit(engine, number, 20 + number, prompt, speculative=number != 5, **fields)
+        step_until_idle(engine, collector, 6)
+        assert_idle(engine)
+        answers = [collector.token_ids(number) for number in range(6)]
+        return answers, collector.reasons, engine.stats()
+
+    answers, reasons, stats = run()
+    drafted_answers, drafted_reasons, drafted_stats = run(speculative_config=SpeculativeConfig())
+    assert (drafted_answers, drafted_reasons) == (answers, reasons)
+    assert stats.num_draft_tokens == stats.num_accepted_tokens == 0
+    assert 20 < drafted_stats.num_accepted_tokens < drafted_stats.num_draft_tokens
+    assert drafted_stats.num_steps < stats.num_steps
+
+
+def test_only_a_step_whose_tokens_a_draft_may_follow_is_read_at_once():
+    runner = LoggingRunner(overlaps=True)  # tokens that never repeat: drafts can't be made
+    engine, collector = make_engine(runner, speculative_config=SpeculativeConfig())
+    submit(engine, 0, max_tokens=2)
+    step_until_idle(engine, collector, 1)
+    assert runner.log == ["launch 0", "launch 1", "read 0", "read 1"]
+    runner.log.clear()
+    submit(engine, 1, max_tokens=2, speculative=True)
+    step_until_idle(engine, collector, 2)
+    assert runner.log == ["launch 0", "read 0", "launch 1", "read 1"]
 
 
 # -- submit --

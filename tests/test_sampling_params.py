@@ -42,6 +42,7 @@ def test_defaults():
         "structured_outputs": None,
         "repetition_detection": None,
         "trim_blanks": None,
+        "speculative": None,
     }
 
 
@@ -60,6 +61,7 @@ def test_defaults():
         ("truncate_prompt_tokens", -1, -1),
         ("priority", "-3", -3),
         ("trim_blanks", "true", True),
+        ("speculative", "false", False),
         ("lora_name", "one", "one"),
         ("temperature", 0, 0.0),
         ("temperature", "0.7", 0.7),
@@ -120,6 +122,7 @@ def test_null_is_as_if_it_were_not_there(name):
         ("priority", 2**31, "less than 2147483648"),
         ("priority", "high", "valid integer"),
         ("trim_blanks", "some", "valid boolean"),
+        ("speculative", "5", "valid boolean"),
         ("lora_name", 5, "valid string"),
         ("n", 0, "greater than or equal to 1"),
         ("temperature", -0.1, "greater than or equal to 0"),
@@ -217,8 +220,8 @@ def test_an_unknown_parameter_is_named_with_the_known_ones():
         "frequency_penalty, ignore_eos, include_stop_str_in_output, logit_bias, logprobs, "
         "lora_name, max_tokens, min_p, min_tokens, n, presence_penalty, priority, "
         "prompt_logprobs, repetition_detection, repetition_penalty, seed, skip_special_tokens, "
-        "stop, stop_token_ids, structured_outputs, temperature, top_k, top_p, trim_blanks, "
-        "truncate_prompt_tokens"
+        "speculative, stop, stop_token_ids, structured_outputs, temperature, top_k, top_p, "
+        "trim_blanks, truncate_prompt_tokens"
     )
 
 

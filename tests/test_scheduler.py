@@ -1,21 +1,29 @@
 """The scheduler on literal batches: (request id, new tokens). Blocks of 4 tokens."""
 
+from unittest.mock import ANY
+
 import pytest
 
 from backend.block_manager import BlockManager
 from backend.repetition import RepetitionDetection
-from backend.scheduler import Scheduler
+from backend.scheduler import ScheduledSequence, Scheduler
 from backend.sequence import FinishReason, SampledToken, SequenceStatus
+from backend.speculative import SpeculativeConfig
 from tests.helpers import make_sequence
 
 CONTENT = 7  # the token that every step samples, unless a test says otherwise
 
 
 def make_scheduler(
-    num_blocks=100, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, prefix_cache=False
+    num_blocks=100,
+    block_size=4,
+    max_num_seqs=4,
+    max_num_batched_tokens=16,
+    prefix_cache=False,
+    speculative=None,
 ) -> Scheduler:
     manager = BlockManager(num_blocks, block_size, prefix_cache)
-    return Scheduler(manager, max_num_seqs, max_num_batched_tokens)
+    return Scheduler(manager, max_num_seqs, max_num_batched_tokens, speculative)
 
 
 def add(scheduler, *sequences):
@@ -27,7 +35,7 @@ def step(scheduler, token_id=CONTENT):
     """One step: (what it computed, its outputs)."""
     batch = scheduler.schedule()
     planned = [(s.sequence.request_id, s.num_new_tokens) for s in batch]
-    sampled = [SampledToken(token_id, None) for scheduled in batch if scheduled.samples]
+    sampled = [SampledToken(token_id, None)] * sum(s.num_samples for s in batch)
     scheduler.advance(batch)
     outputs = scheduler.update(batch, sampled)
     scheduler.check_integrity()
@@ -409,3 +417,182 @@ def test_the_smaller_priority_is_admitted_first():
         sequence = make_sequence(range(3), 1, request_id=request_id, priority=priority)
         add(scheduler, sequence)
     assert plans(scheduler, 4) == [[(2, 3)], [(0, 3)], [(3, 3)], [(1, 3)]]
+
+
+# -- drafts --
+
+LOOP = (1, 2, 3, 1, 2, 3, 1, 2)  # is to go on with 3, 1, 2, ...
+DRAFTS = SpeculativeConfig(num_speculative_tokens=9, prompt_lookup_min=2)
+
+
+def lengthen_drafts(sequence, length=4):
+    """Else the first one has three tokens, and has to succeed for others to be longer."""
+    sequence.proposer._length = length
+
+
+def speculate(scheduler, *token_ids):
+    """One step of the only sequence: (tokens computed, its output), after drafts that begin with
+    these tokens."""
+    [scheduled] = batch = scheduler.schedule()
+    assert scheduled.draft_token_ids[: len(token_ids)] == token_ids
+    sampled = [*token_ids, *[CONTENT] * scheduled.num_samples][: scheduled.num_samples]
+    scheduler.advance(batch)
+    [output] = scheduler.update(batch, [SampledToken(token_id, None) for token_id in sampled])
+    scheduler.check_integrity()
+    return scheduled.num_new_tokens, [token.token_id for token in output.tokens]
+
+
+def start_loop(max_tokens=50, prompt=LOOP, **options):
+    """A scheduler and a sequence that has said 3, as was to be expected."""
+    scheduler = make_scheduler(speculative=DRAFTS, **options)
+    sequence = make_sequence(prompt, max_tokens, speculative=True)
+    add(scheduler, sequence)
+    lengthen_drafts(sequence)
+    step(scheduler, 3)
+    return scheduler, sequence
+
+
+def test_a_draft_is_accepted_up_to_the_first_token_that_is_not_sampled():
+    scheduler, sequence = start_loop()
+    assert speculate(scheduler, 1, 2, 3, 1) == (5, [1, 2, 3, 1, CONTENT])
+    assert sequence.num_computed_tokens == sequence.num_tokens - 1 == 13
+    assert (scheduler.num_draft_tokens, scheduler.num_accepted_tokens) == (4, 4)
+
+    scheduler, sequence = start_loop()
+    assert speculate(scheduler, 1, 2) == (5, [1, 2, CONTENT])
+    assert sequence.token_ids == [*LOOP, 3, 1, 2, CONTENT]
+    assert sequence.num_computed_tokens == sequence.num_tokens - 1 == 11
+    assert (scheduler.num_draft_tokens, scheduler.num_accepted_tokens) == (4, 2)
+
+    scheduler, sequence = start_loop()
+    assert speculate(scheduler) == (5, [CONTENT])
+    assert (sequence.num_tokens, sequence.num_computed_tokens) == (10, 9)
+
+
+def test_tokens_behind_the_one_that_ends_the_answer_are_dropped():
+    for fields, reason, kept in (
+        (dict(stop_token_ids=frozenset([2])), FinishReason.STOP, [1, 2]),
+        (
+            dict(repetition_detection=RepetitionDetection(max_pattern_size=3, min_count=2)),
+            FinishReason.REPETITION,
+            [1, 2, 3, 1, 2],
+        ),
+    ):
+        scheduler = make_scheduler(speculative=DRAFTS)
+        sequence = make_sequence(LOOP, 50, speculative=True, **fields)
+        add(scheduler, sequence)
+        lengthen_drafts(sequence, 8)
+        step(scheduler, 3)
+        [scheduled] = batch = scheduler.schedule()
+        scheduler.advance(batch)
+        sampled = [SampledToken(t, None) for t in (*scheduled.draft_token_ids, CONTENT)]
+        [output] = scheduler.update(batch, sampled)
+        assert [token.token_id for token in output.tokens] == kept
+        assert output.finish_reason == reason
+        assert sequence.status is SequenceStatus.FINISHED
+        assert scheduler.block_manager.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("max_tokens", range(2, 8))
+def test_no_draft_goes_beyond_max_tokens(max_tokens):
+    scheduler, sequence = start_loop(max_tokens)
+    [scheduled] = batch = scheduler.schedule()
+    assert scheduled.num_samples == min(5, max_tokens - 1)
+    assert scheduled.end <= sequence.request.max_kv_tokens
+    scheduler.advance(batch)
+    sampled = [SampledToken(t, None) for t in (*scheduled.draft_token_ids, CONTENT)]
+    [output] = scheduler.update(batch, sampled)
+    assert (output.finish_reason == FinishReason.LENGTH) == (max_tokens <= 6)
+
+
+def test_a_rejected_draft_gives_its_blocks_back():
+    scheduler, sequence = start_loop(prompt=[1, 2, *LOOP[2:]])
+    assert len(sequence.block_table) == 2
+    batch = scheduler.schedule()
+    assert len(sequence.block_table) == 4  # for 13 tokens
+    scheduler.advance(batch)
+    scheduler.update(batch, [SampledToken(CONTENT, None)] * 5)
+    assert len(sequence.block_table) == 3
+    assert scheduler.block_manager.num_used_blocks == 3
+
+
+def test_where_no_block_is_free_for_it_there_is_no_draft():
+    scheduler, sequence = start_loop(num_blocks=4)  # with the draft it would have all
+    other = make_sequence(range(2), request_id=1)
+    add(scheduler, other)
+    assert step(scheduler, CONTENT) == ([(0, 1), (1, 2)], [ANY, ANY])
+    assert (len(sequence.block_table), len(other.block_table)) == (3, 1)
+    assert scheduler.num_preemptions == scheduler.num_draft_tokens == 0
+
+
+def test_no_block_with_a_rejected_draft_is_published():
+    scheduler, sequence = start_loop(prefix_cache=True)
+    manager = scheduler.block_manager
+    assert manager.num_cached_blocks == 2
+    speculate(scheduler, 1, 2)  # 11 right ones of 13
+    assert manager.num_cached_blocks == sequence.num_published_blocks == 2
+    speculate(scheduler)
+    assert manager.num_cached_blocks == sequence.num_published_blocks == 3
+    again = make_sequence([*LOOP, 3, 1, 2, CONTENT, 9], request_id=1)
+    assert manager.get_computed_blocks(again) == sequence.block_table[:3]
+
+
+def test_drafts_get_what_prompts_leave_of_the_budget():
+    for num_prompt_tokens, planned in (
+        (9, [(0, 5), (1, 9)]),
+        (13, [(0, 3), (1, 13)]),
+        (15, [(0, 1), (1, 15)]),
+        (20, [(0, 1), (1, 15)]),
+    ):
+        scheduler, _ = start_loop(max_num_batched_tokens=16)
+        add(scheduler, make_sequence(range(num_prompt_tokens), request_id=1))
+        assert step(scheduler)[0] == planned
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"speculative": False},
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.1},
+        {"bad_words": ((5, 6),)},
+        {"min_tokens": 3},
+    ],
+    ids=str,
+)
+def test_whose_rows_would_not_be_what_they_were_alone_has_no_drafts(fields):
+    scheduler = make_scheduler(speculative=DRAFTS)
+    add(scheduler, make_sequence(LOOP, 50, **{"speculative": True, **fields}))
+    assert [step(scheduler, token_id)[0] for token_id in (3, 1, 2)] == [
+        [(0, 8)],
+        [(0, 1)],
+        [(0, 1)],
+    ]
+    [scheduled] = scheduler.schedule()
+    assert bool(scheduled.draft_token_ids) is ("min_tokens" in fields)
+
+
+def test_a_large_batch_has_no_drafts():
+    config = SpeculativeConfig(
+        num_speculative_tokens=2, prompt_lookup_min=2, disable_by_batch_size=2
+    )
+    scheduler = make_scheduler(speculative=config)
+    for request_id, max_tokens in enumerate((9, 9, 3)):
+        add(scheduler, make_sequence([3, 1, 2], max_tokens, request_id, speculative=True))
+    assert [step(scheduler, token_id)[0] for token_id in (3, 1, 2)] == [
+        [(0, 3), (1, 3), (2, 3)],
+        *[[(0, 1), (1, 1), (2, 1)]] * 2,
+    ]
+    assert step(scheduler, 3)[0] == [(0, 3), (1, 3)]
+
+
+def test_a_step_whose_tokens_a_draft_may_follow_is_waited_for():
+    scheduler, sequence = start_loop()
+    assert scheduler.waits_for(scheduler.schedule())
+    sequence.proposer.observe(sequence.num_tokens, 0)  # a pause
+    batch = [ScheduledSequence.of(sequence, 1)]
+    scheduler.advance(batch)
+    assert sequence.num_tokens == 10
+    assert scheduler.waits_for(batch)  # the pause is over by then
+    sequence.proposer.observe(sequence.num_tokens, 0)
+    assert not scheduler.waits_for(batch)

@@ -3,7 +3,10 @@
 The fake model's "KV" of a token is a hash of the KV before it, read through the block table, and
 of the token; the KV of the last token decides the next one. So a block that holds anything other
 than what it should changes the answer, and each answer is compared with the sequence alone.
+Drafts are right, wrong, or right up to some token; a rejected one leaves wrong KV behind.
 """
+
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,6 +22,7 @@ from hypothesis.stateful import (
 from backend.block_manager import BlockManager
 from backend.scheduler import ScheduledSequence, Scheduler
 from backend.sequence import EngineOutput, EngineRequest, FinishReason, SampledToken, Sequence
+from backend.speculative import SpeculativeConfig
 
 VOCAB_SIZE = 8
 SALTS = (b"", b"red", b"blue")
@@ -46,6 +50,28 @@ def alone(request: EngineRequest) -> tuple[list[int], FinishReason]:
     return tokens, FinishReason.LENGTH
 
 
+class FakeProposer:
+    """Knows how the answer goes on, past its end even, and spoils most of its drafts."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        answer, _ = alone(replace(request, max_tokens=40, stop_token_ids=frozenset()))
+        self._right = [*request.prompt_token_ids, *answer]
+        self._pauses = request.request_id % 2  # such sequences go through steps that overlap
+        self.num_observed = 0
+
+    def is_paused(self, num_tokens: int) -> bool:
+        return bool(self._pauses and num_tokens % 3)
+
+    def propose(self, token_ids: list[int], limit: int) -> list[int]:
+        luck = hash(tuple(token_ids)) >> 3
+        draft = self._right[len(token_ids) :][: max(min(limit, luck % 5), 0)]
+        first_wrong = luck // 5 % 7
+        return [t if i < first_wrong else (t + 1) % VOCAB_SIZE for i, t in enumerate(draft)]
+
+    def observe(self, num_tokens: int, num_accepted_tokens: int) -> None:
+        self.num_observed += 1
+
+
 class FakeModel:
     """Computes a batch as the real one does: writes the KV of its new tokens, then reads."""
 
@@ -55,24 +81,26 @@ class FakeModel:
         self._last: dict[Sequence, int] = {}  # what the last step sampled
 
     def launch(self, batch: list[ScheduledSequence]) -> list[SampledToken]:
-        for sequence, start, end, _ in batch:
-            for position in range(start, end):
-                self._write(sequence, position)
-        sampled = {
-            sequence: next_token(self._read(sequence, end - 1))
-            for sequence, _, end, samples in batch
-            if samples
-        }
-        self._last = sampled
-        return [SampledToken(token_id, None) for token_id in sampled.values()]
+        for sequence, start, end, _, draft_token_ids in batch:
+            token_ids = sequence.token_ids[start:end]
+            if not draft_token_ids and len(token_ids) < end - start:
+                token_ids.append(self._last[sequence])
+            token_ids += draft_token_ids
+            for position, token_id in zip(range(start, end), token_ids, strict=True):
+                self._write(sequence, position, token_id)
+        sampled = [
+            (s.sequence, next_token(self._read(s.sequence, position)))
+            for s in batch
+            for position in range(s.end - s.num_samples, s.end)
+        ]
+        self._last = dict(sampled)
+        return [SampledToken(token_id, None) for _, token_id in sampled]
 
-    def _write(self, sequence: Sequence, position: int) -> None:
+    def _write(self, sequence: Sequence, position: int, token_id: int) -> None:
         block_id, slot = self._place(sequence, position)
         assert self._manager.blocks[block_id].ref_count == 1, "written to a shared block"
         before = self._read(sequence, position - 1)
         slots = self._kv.setdefault(block_id, [None] * self._manager.block_size)
-        known = position < len(sequence.token_ids)
-        token_id = sequence.token_ids[position] if known else self._last[sequence]
         slots[slot] = kv_of(before, token_id)
 
     def _read(self, sequence: Sequence, position: int) -> int:
@@ -96,11 +124,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_budget=st.integers(0, 8),
         prefix_cache=st.booleans(),
         overlap=st.booleans(),  # whether a step is launched before the one before it is read
+        speculative=st.none() | st.builds(SpeculativeConfig, disable_by_batch_size=st.just(4)),
     )
-    def start(self, block_size, num_tokens, max_num_seqs, spare_budget, prefix_cache, overlap):
+    def start(
+        self, block_size, num_tokens, max_num_seqs, spare_budget, prefix_cache, overlap, speculative
+    ):
         self.manager = BlockManager(num_tokens // block_size, block_size, prefix_cache)
         self.budget = max_num_seqs + spare_budget
-        self.scheduler = Scheduler(self.manager, max_num_seqs, self.budget)
+        self.scheduler = Scheduler(self.manager, max_num_seqs, self.budget, speculative)
         self.model = FakeModel(self.manager)
         self.overlap = overlap
         self.in_flight: tuple[list[ScheduledSequence], list[SampledToken]] | None = None
@@ -118,8 +149,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(SALTS),
         priority=st.sampled_from([0, 0, 0, -1, 1]),
         fork=st.booleans(),
+        drafts=st.booleans(),
     )
-    def add(self, prompt, parent, max_tokens, stop_token_ids, salt, priority, fork):
+    def add(self, prompt, parent, max_tokens, stop_token_ids, salt, priority, fork, drafts):
         fork_of = None
         if fork and parent is not None and self.requests:  # another answer to the same prompt
             fork_of = parent % len(self.requests)
@@ -140,13 +172,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             cache_salt=salt,
             priority=priority,
             fork_of=fork_of,
+            speculative=drafts,
         )
         if request.max_kv_tokens > self.num_tokens:
             return  # refused by the engine
         self.requests.append(request)
         self.tokens.append([])
         self.reasons.append([])
-        self.scheduler.add(Sequence(request))
+        sequence = Sequence(request)
+        self.scheduler.add(sequence)
+        assert bool(sequence.proposer) == bool(self.scheduler.speculative and drafts)
+        if sequence.proposer:
+            sequence.proposer = FakeProposer(request)
 
     @rule(times=st.integers(1, 4))
     def step(self, times):
@@ -174,6 +211,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def bookkeeping_agrees(self):
         self.scheduler.check_integrity()
+
+    @invariant()
+    def a_draft_leaves_nothing_behind(self):
+        block_size = self.manager.block_size
+        for sequence in self.scheduler.running:
+            num_blocks = self.manager.blocks_for(sequence.num_computed_tokens)
+            assert len(sequence.block_table) == num_blocks
+            assert sequence.num_published_blocks * block_size <= sequence.num_computed_tokens
 
     @invariant()
     def whoever_has_not_ended_is_there(self):
@@ -208,7 +253,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.advance(batch)
         if before:
             self._take(self.scheduler.update(*before))
-        if not self.overlap:
+        if not self.overlap or self.scheduler.waits_for(batch):
             self._take(self.scheduler.update(*self.in_flight))
             self.in_flight = None
 
@@ -220,6 +265,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         new_tokens = [s.num_new_tokens for s in batch]
         assert sum(new_tokens) <= self.budget
         assert all(num_new >= 1 for num_new in new_tokens)
+        assert all(s.end <= s.sequence.request.max_kv_tokens for s in batch)
         assert [n > 1 for n in new_tokens] == sorted(n > 1 for n in new_tokens)
         preempted = [s for s in running if s not in now_running]
         assert set(preempted) <= set(self.scheduler.waiting)

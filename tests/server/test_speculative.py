@@ -1,0 +1,91 @@
+"""Speculative decoding through the real Triton Server: the same answers, sooner."""
+
+import json
+
+import pytest
+import tritonclient.grpc as grpcclient
+
+from tests.server.harness import collect, complete, until, write_model
+
+TEXT = "Lindau lies on an island in the east of the lake, and its lighthouse is from 1856."
+PROMPT = f"{TEXT}\n{TEXT}\n{TEXT}\nLindau"
+NUM_TOKENS = 24
+GREEDY = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+SEEDED = {**GREEDY, "temperature": 0.7, "top_p": 0.9, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def model(server, repository):
+    write_model(
+        repository,
+        "speculating",
+        dtype="float32",
+        kv_cache_memory="64MiB",
+        max_model_len=512,
+        speculative_config=json.dumps({"method": "ngram", "num_speculative_tokens": 4}),
+        REPORT_CUSTOM_METRICS="true",
+    )
+    with grpcclient.InferenceServerClient(server.grpc_url) as control:
+        control.load_model("speculating")
+        yield "speculating"
+        control.unload_model("speculating")
+
+
+def num_draft_tokens(server, model) -> float:
+    return server.metric("draft_tokens_total", model)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_answers_are_those_of_a_model_without_drafts(server, model, sampling):
+    before = num_draft_tokens(server, model)
+    expected = complete(server, PROMPT, sampling=sampling)
+    assert complete(server, PROMPT, model=model, sampling=sampling) == expected
+    responses = collect(
+        server,
+        PROMPT,
+        model=model,
+        sampling=sampling,
+        stream=True,
+        return_num_output_tokens=True,
+    )
+    assert "".join(response.text for response in responses) == expected
+    counts = [int(response.tensors["num_output_tokens"].sum()) for response in responses]
+    assert sum(counts) == NUM_TOKENS
+    assert len(counts) < NUM_TOKENS  # several tokens of one step come at once
+    until(lambda: num_draft_tokens(server, model) > before)
+
+
+def test_a_request_can_do_without(server, model):
+    until(lambda: num_draft_tokens(server, model) >= 4)
+    before = num_draft_tokens(server, model)
+    off = {**GREEDY, "speculative": False}
+    assert complete(server, PROMPT, model=model, sampling=off) == complete(
+        server, PROMPT, sampling=GREEDY
+    )
+    requests = server.metric("requests_total", model, outcome="length")
+    complete(server, PROMPT, model=model, sampling={**off, "max_tokens": 1})
+    until(lambda: server.metric("requests_total", model, outcome="length") > requests)
+    assert num_draft_tokens(server, model) == before
+
+
+def test_they_are_counted_under_vllm_s_names(server, model):
+    complete(server, PROMPT, model=model, sampling=GREEDY)
+
+    def counted(name: str) -> float:
+        lines = [line for line in server.metrics() if line.startswith(f"vllm:spec_decode_{name}")]
+        (line,) = [line for line in lines if f'model="{model}"' in line]
+        return float(line.rsplit(" ", 1)[1])
+
+    until(lambda: counted("num_accepted_tokens_total") >= 8)
+    assert counted("num_draft_tokens_total") >= counted("num_accepted_tokens_total")
+    assert counted("num_draft_tokens_total") == num_draft_tokens(server, model)
+
+
+def test_only_where_the_configuration_has_it(server):
+    [response] = collect(server, PROMPT, sampling={**GREEDY, "speculative": True})
+    assert response.code == "INVALID_ARGUMENT"
+    assert response.error == (
+        "sampling parameter 'speculative': true is not allowed; this server has no "
+        "speculative_config"
+    )
+    complete(server, PROMPT, sampling={**GREEDY, "max_tokens": 1, "speculative": False})
