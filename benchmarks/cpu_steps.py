@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ _BYTES_READ = 2**30
 
 class Kind(NamedTuple):
     name: str
-    quantization: Literal["none", "int8", "int4"]
+    quantization: str
     in_c: bool = True  # else by PyTorch
 
 
@@ -57,8 +57,12 @@ def operations_of(kind: Kind) -> Iterator[None]:
 
 
 def config_of(kind: Kind, **settings: Any) -> EngineConfig:
-    settings = {"kv_cache_memory": "1GiB", "max_num_seqs": 64, **settings}
-    return EngineConfig(model=MODEL, quantization=kind.quantization, **settings)
+    defaults: dict[str, Any] = {
+        "kv_cache_memory": "1GiB",
+        "max_num_seqs": 64,
+        "quantization": kind.quantization,
+    }
+    return EngineConfig(model=MODEL, **(defaults | settings))
 
 
 def load(kind: Kind, config: EngineConfig) -> ModelRunner:

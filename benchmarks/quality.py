@@ -7,7 +7,7 @@ the next token); agreement is how often the likeliest next token is that of floa
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -25,8 +25,8 @@ WINDOW = 512  # tokens, each seen from the window's start
 
 
 class Kind(NamedTuple):
-    dtype: Literal["float32", "bfloat16"]
-    quantization: Literal["none", "int8", "int4"] = "none"
+    dtype: str
+    quantization: str = "none"
 
 
 KINDS = (Kind("float32"), Kind("bfloat16"), Kind("bfloat16", "int8"), Kind("bfloat16", "int4"))
@@ -42,9 +42,8 @@ def windows() -> Iterator[list[int]]:
 
 def score(kind: Kind, prompts: list[list[int]]) -> list[SampledToken]:
     """All tokens but each window's first, with the likeliest one beside it."""
-    config = EngineConfig(
-        model=MODEL, dtype=kind.dtype, quantization=kind.quantization, kv_cache_memory=2**28
-    )
+    settings: dict[str, Any] = {**kind._asdict(), "kv_cache_memory": 2**28}
+    config = EngineConfig(model=MODEL, **settings)
     engine = make_engine(config, ModelRunner(config))
     scored: list[SampledToken] = []
     for i, prompt in enumerate(prompts):
