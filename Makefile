@@ -12,7 +12,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet
 CLIENTS := $(VENV)-clients
 CLIENTS_PIP := $(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: setup clients serve test test-aiperf lint format bench bench-front loadtest gpu-check roofline cpu-steps quality kernel-table clean
+.PHONY: setup clients serve test test-aiperf lint format bench bench-front bench-peers peers loadtest gpu-check roofline cpu-steps quality kernel-table clean
 
 setup: $(VENV)/.installed
 
@@ -60,6 +60,30 @@ format: setup
 bench: setup
 	$(PY) -m loadtests.bench $(ARGS)
 
+bench-peers: setup peers
+	$(PY) -m loadtests.peers $(ARGS)
+
+# Each in an environment of its own beside ours; one that can't be installed is told and left out.
+PEERS ?= vllm vllm-backend openvino llamacpp
+peers: $(foreach peer,$(PEERS),$(VENV)-$(peer)/.tried)
+
+$(VENV)-%/.tried: requirements-peers-%.txt
+	@$(PYTHON) -m venv $(VENV)-$*
+	@if CMAKE_ARGS="-DGGML_NATIVE=ON -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF \
+		-DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF" \
+		$(VENV)-$*/bin/python -m pip install --disable-pip-version-check --quiet -r $<; \
+	then $(VENV)-$*/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
+	else echo "without $*: it could not be installed; its requirements are in $<"; rm -rf $(VENV)-$*/bin; fi
+	@touch $@
+
+# vLLM's own environment, but with the numpy that the Python backend's stub needs.
+$(VENV)-vllm-backend/.tried: $(VENV)-vllm/.tried
+	@$(PYTHON) -m venv $(VENV)-vllm-backend
+	@$(VENV)-vllm-backend/bin/python -m pip install --disable-pip-version-check --quiet numpy==1.26.4
+	@echo $(abspath $(VENV))-vllm/lib/python*/site-packages > \
+		$$(echo $(VENV)-vllm-backend/lib/python*/site-packages)/vllm.pth
+	@touch $@
+
 bench-front: setup
 	$(PY) -m loadtests.front $(ARGS)
 
@@ -87,4 +111,4 @@ kernel-table: setup
 	$(PY) -m benchmarks.pages
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) build *.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(PEERS:%=$(VENV)-%) build *.egg-info

@@ -1,0 +1,86 @@
+"""Tokens/s and TPOT's 95th percentile against concurrency: `python -m loadtests.curve`.
+
+Draws what `make bench-peers ARGS="--concurrency 1 2 4 8 16 32 64"` measured, and writes its points.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from backend.serve import ROOT
+from loadtests.results import Result, load, rounds
+from loadtests.summary import percentile
+
+
+class Point(NamedTuple):
+    concurrency: int
+    tokens_per_second: float  # the rounds' median
+    tpot_p95_ms: float  # of all requests of all rounds
+
+
+def points(results: Sequence[Result]) -> dict[str, list[Point]]:
+    """Of each way, in the order of concurrency."""
+    found: dict[str, list[Point]] = {}
+    cells = {result.cell for result in results if result.workload == "uniform"}
+    for cell in sorted(cells, key=lambda cell: cell[2]):
+        _, way, concurrency = cell
+        measured = rounds(results, cell).values()
+        speed = statistics.median(result.tokens_per_second for result in measured)
+        tpot = percentile([time for result in measured for time in result.tpot], 95)
+        found.setdefault(way, []).append(Point(concurrency, speed, tpot * 1000))
+    return found
+
+
+def draw(curves: dict[str, list[Point]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    # No date and no random names: the same points give the same file.
+    matplotlib.rcParams.update({"svg.hashsalt": "curve", "svg.fonttype": "none", "font.size": 9})
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for way in sorted(curves, key=lambda way: (way not in ("engine", "server"), way)):
+        ours = way in ("engine", "server")
+        for axis, values in zip(
+            axes,
+            ([p.tokens_per_second for p in curves[way]], [p.tpot_p95_ms for p in curves[way]]),
+            strict=True,
+        ):
+            axis.plot(
+                [point.concurrency for point in curves[way]],
+                values,
+                marker="o",
+                markersize=3,
+                linewidth=2 if ours else 1,
+                linestyle="-" if ours else "--",
+                label=f"Tritium, {way}" if ours else way,
+            )
+    for axis, title in zip(axes, ("output tokens/s", "TPOT p95, ms"), strict=True):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([1, 2, 4, 8, 16, 32, 64], labels=["1", "2", "4", "8", "16", "32", "64"])
+        axis.set_xlabel("requests at once")
+        axis.set_ylim(bottom=0)
+        axis.set_title(title)
+        axis.grid(alpha=0.3)
+    axes[0].legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m loadtests.curve", description=__doc__)
+    parser.add_argument("--results", type=Path, default=ROOT / "results/peers.json")
+    parser.add_argument("--points", type=Path, default=ROOT / "results/curve.json")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs/curve.svg")
+    options = parser.parse_args()
+    curves = points(load(options.results))
+    fields = {way: [point._asdict() for point in curve] for way, curve in curves.items()}
+    options.points.write_text(json.dumps(fields))
+    draw(curves, options.output)
+
+
+if __name__ == "__main__":
+    main()

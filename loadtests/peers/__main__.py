@@ -1,0 +1,128 @@
+"""`make bench-peers`: other engines on the requests of `make bench`, beside ours, in one run.
+
+    engine          ours, in this process
+    server          ours behind Triton Server, streamed over gRPC
+    vllm            vLLM's CPU build, in process
+    vllm backend    vLLM's Triton backend in the same Triton Server as ours, by the same client;
+                    its model.py is in no package: VLLM_BACKEND names a folder that has it
+    openvino ...    OpenVINO GenAI's ContinuousBatchingPipeline, in process
+    llama.cpp ...   its server, streamed over HTTP; LLAMA_SERVER may name another binary
+
+Each peer runs in an environment of its own, on the same weights (model_files.py), and only one
+process at a time runs at all: the others are frozen. Workloads: `uniform` of `make bench`, at most
+four requests for each that is in flight; and `shared prefix`: 64 requests at once, 512 tokens that
+all have, 32 of their own, 32 of answer, prefixes reused.
+"""
+
+import argparse
+import json
+import os
+import random
+from pathlib import Path
+
+from rich.console import Console
+
+from backend.models.loader import resolve
+from backend.serve import ROOT
+from backend.tokenizer import Tokenizer
+from loadtests.bench import Prompts, Request, read_config, uniform_workload
+from loadtests.peers.ways import WAYS, Way, started
+from loadtests.results import Goal, Result, goal_line, load, ratio, save, table
+
+_REUSING = ("engine", "vllm")  # ways that the shared prefix is measured on
+
+
+def shared_prefix_workload(prompts: Prompts) -> list[Request]:
+    rng = random.Random(2)
+    prefix, prefix_text = prompts.draw(rng, 512)
+    own = [prompts.draw(rng, 32) for _ in range(64)]
+    return [Request(prefix + token_ids, prefix_text + text, 32) for token_ids, text in own]
+
+
+def goals() -> list[Goal]:
+    """What this project is to reach beside its peers."""
+
+    def uniform(way: str, concurrency: int) -> tuple[str, str, int]:
+        return "uniform", way, concurrency
+
+    found = []
+    for concurrency, wanted in ((1, 2.0), (8, 1.5), (32, 1.4)):
+        ours, theirs = uniform("server", concurrency), uniform("vllm backend", concurrency)
+        name = f"server / vllm backend at {concurrency}"
+        found.append(Goal(name, ours, theirs, wanted))
+        found += [Goal(f"  {time} p50", ours, theirs, 1.0, time) for time in ("TTFT", "TPOT")]
+    for way, at, peer, wanted in (
+        ("server", (8, 32), "llama.cpp q8_0", 1.0),
+        ("server", (32,), "llama.cpp bf16", 1.0),
+        ("engine", (64,), "vllm", 1.2),
+        ("engine", (8, 32), "openvino bf16", 1.0),
+        ("engine", (8, 32), "openvino int8", 1.0),
+        ("server", (32,), "engine", 0.85),
+    ):
+        found += [
+            Goal(f"{way} / {peer} at {n}", uniform(way, n), uniform(peer, n), wanted) for n in at
+        ]
+    prefix = ("shared prefix", "engine", 64), ("shared prefix", "vllm", 64)
+    return [*found, Goal("engine / vllm, shared prefix", *prefix, 1.0)]
+
+
+def measure(way: Way, workload: str, num_requests: int, concurrency: int) -> Result:
+    """One cell; whatever else was started stays frozen."""
+    way.thaw()
+    try:
+        return way.measure(workload, num_requests, concurrency)
+    finally:
+        way.freeze()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtests.peers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", nargs="+", choices=WAYS, default=WAYS, metavar="WAY")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=(1, 8, 32, 64))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--first-round", type=int, default=0, help="the number of the first")
+    parser.add_argument("--port", type=int, default=8200, help="the first of eight")
+    parser.add_argument("--append", action="store_true", help="to the results that are there")
+    parser.add_argument("--output", type=Path, default=ROOT / "results/peers.json")
+    options = parser.parse_args()
+    folder = ROOT / "results/peers"
+    folder.mkdir(parents=True, exist_ok=True)
+    console = Console(width=110)
+    prompts = Prompts(Tokenizer(resolve(read_config().model)))
+    workloads = {
+        "uniform": uniform_workload(prompts),
+        "shared prefix": shared_prefix_workload(prompts),
+    }
+    results = load(options.output) if options.append and options.output.exists() else []
+    versions = options.output.with_suffix(".versions.json")
+    # A frozen server's keepalive must not look like a broken connection.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    with started(options.only, workloads, folder, options.port) as ways:
+        versions.write_text(json.dumps({way.name: way.version for way in ways}))
+        for number in range(options.first_round, options.first_round + options.rounds):
+            cells = [("uniform", min(4 * n, 64), n) for n in options.concurrency]
+            for workload, num_requests, concurrency in [*cells, ("shared prefix", 64, 64)]:
+                for way in ways:
+                    if workload != "uniform" and way.name not in _REUSING:
+                        continue
+                    result = measure(way, workload, num_requests, concurrency)
+                    result.round = number
+                    again = (*result.cell, number)
+                    results = [old for old in results if (*old.cell, old.round) != again]
+                    results.append(result)
+                    save(options.output, results)
+                    speed = f"{result.tokens_per_second:.1f} tokens/s"
+                    console.print(*again, speed, highlight=False)
+    results.sort(key=lambda result: (result.workload, WAYS.index(result.way), result.concurrency))
+    console.print(table(results))
+    for goal in goals():
+        if reached := ratio(results, goal):
+            console.print(goal_line(goal, reached), highlight=False)
+
+
+if __name__ == "__main__":
+    main()

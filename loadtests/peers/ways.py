@@ -1,0 +1,222 @@
+"""The ways of serving that are compared: ours, and the peers whose environments are there."""
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from gguf import GGMLQuantizationType
+
+from backend.model_runner import ModelRunner
+from backend.models.loader import resolve
+from backend.serve import TritonServer
+from loadtests.bench import Alone, Request, read_config, served
+from loadtests.peers import model_files
+from loadtests.peers.jobs import Peer, PeerError, Workloads
+from loadtests.results import Result
+
+# All of this machine's cores, as our own engine takes them.
+_VLLM_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+}
+_VLLM_MODEL = """{{"model": "{model}", "dtype": "bfloat16", "max_model_len": 2048,
+"max_num_seqs": 64, "enable_prefix_caching": false}}"""
+
+
+class Way(Protocol):
+    """Something that answers a workload."""
+
+    name: str
+    version: str
+
+    def measure(self, workload: str, num_requests: int, concurrency: int) -> Result: ...
+
+    def freeze(self) -> None:
+        """Let it take no time from others, whatever it does between requests."""
+
+    def thaw(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class Engine:
+    """Ours, in this process."""
+
+    name, version = "engine", "here"
+
+    def __init__(self, workloads: dict[str, list[Request]]) -> None:
+        self._workloads = workloads
+        config = read_config()
+        with ThreadPoolExecutor(1) as pool:  # see loadtests.bench
+            runner = pool.submit(ModelRunner, config).result()
+        reusing = config.model_copy(update={"prefix_cache": "on"})
+        self._uniform, self._reusing = Alone(config, runner), Alone(reusing, runner)
+
+    def measure(self, workload: str, num_requests: int, concurrency: int) -> Result:
+        alone = self._uniform if workload == "uniform" else self._reusing
+        result = alone.continuous(self._workloads[workload][:num_requests], concurrency)
+        result.workload = workload
+        return result
+
+    def freeze(self) -> None:
+        pass
+
+    thaw = stop = freeze
+
+
+class Server:
+    """A model named smollm2 behind Triton Server, streamed over gRPC."""
+
+    version = "here"
+
+    def __init__(
+        self, name: str, workloads: dict[str, list[Request]], log: Path, server: TritonServer
+    ) -> None:
+        self.name = name
+        self._workloads = workloads
+        self._server = server
+        with log.open("wb") as output:
+            server.log = output
+            server.start()
+        try:
+            server.wait_until_ready(timeout=600)
+            served(server, workloads["uniform"][:2], 2)  # warm
+        except BaseException:
+            self.stop()
+            raise
+
+    def measure(self, workload: str, num_requests: int, concurrency: int) -> Result:
+        result = served(self._server, self._workloads[workload][:num_requests], concurrency)
+        result.way, result.workload = self.name, workload
+        return result
+
+    def freeze(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        self.thaw()
+        self._server.stop(timeout=5)
+
+    def _signal(self, number: int) -> None:
+        assert self._server.process
+        os.killpg(self._server.process.pid, number)
+
+
+@contextmanager
+def started(
+    names: Sequence[str], workloads: dict[str, list[Request]], folder: Path, port: int
+) -> Iterator[list[Way]]:
+    """Those of the named ways that can be had here, frozen; what can't is told and left out."""
+    shipped = resolve(read_config().model)
+    plain: Workloads = {
+        name: [(request.token_ids, request.num_output_tokens) for request in requests]
+        for name, requests in workloads.items()
+    }
+
+    def vllm() -> Way:
+        model = model_files.hugging_face(shipped, folder)
+        settings = {"model": str(model)}
+        python = _python("vllm")
+        return Peer("vllm", python, "run_vllm.py", settings, plain, folder, _VLLM_ENVIRONMENT)
+
+    def openvino(weights: str) -> Way:
+        python = _python("openvino")
+        model = model_files.openvino_ir(
+            model_files.hugging_face(shipped, folder),
+            folder,
+            python.parent / "optimum-cli",
+            "int8" if weights == "int8" else "fp16",
+        )
+        name, settings = f"openvino {weights}", {"model": str(model)}
+        return Peer(name, python, "run_openvino.py", settings, plain, folder)
+
+    def llamacpp(weights: str, own_port: int) -> Way:
+        python = _python("llamacpp")
+        kind = GGMLQuantizationType[weights.upper()]
+        settings = {
+            "model": str(model_files.gguf_file(shipped, folder, kind)),
+            "binary": os.environ.get("LLAMA_SERVER"),
+            "port": own_port,
+        }
+        return Peer(f"llama.cpp {weights}", python, "run_llamacpp.py", settings, plain, folder)
+
+    def vllm_backend(own_port: int) -> Way:
+        model = model_files.hugging_face(shipped, folder)
+        repository = tempfile.TemporaryDirectory()
+        _lay_out_vllm_backend(Path(repository.name), model)
+        python = _python("vllm-backend")
+        path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {"PATH": path, **_VLLM_ENVIRONMENT}
+        ports = (own_port, own_port + 1, own_port + 2)
+        server = TritonServer(Path(repository.name), *ports, environment=environment)
+        way = Server("vllm backend", workloads, folder / "vllm-backend.log", server)
+        repository.cleanup()
+        return way
+
+    def ours() -> Way:
+        server = TritonServer(http_port=port, grpc_port=port + 1, metrics_port=port + 2)
+        return Server("server", workloads, folder / "server.log", server)
+
+    makers: dict[str, Callable[[], Way]] = {
+        "engine": lambda: Engine(workloads),
+        "server": ours,
+        "vllm": vllm,
+        "vllm backend": lambda: vllm_backend(port + 3),
+        "openvino int8": lambda: openvino("int8"),
+        "openvino bf16": lambda: openvino("bf16"),
+        "llama.cpp q8_0": lambda: llamacpp("q8_0", port + 6),
+        "llama.cpp bf16": lambda: llamacpp("bf16", port + 7),
+    }
+    ways: list[Way] = []
+    try:
+        for name in names:
+            try:
+                way = makers[name]()
+            except (PeerError, OSError, RuntimeError, AssertionError) as error:
+                print(f"without {name}: {error}", flush=True)
+                continue
+            ways.append(way)
+            way.freeze()
+            print(f"{name}: {way.version}", flush=True)
+        yield ways
+    finally:
+        for way in ways:
+            way.stop()
+
+
+WAYS = (
+    *("engine", "server", "vllm", "vllm backend"),
+    *("openvino int8", "openvino bf16", "llama.cpp q8_0", "llama.cpp bf16"),
+)
+
+
+def _python(peer: str) -> Path:
+    """The interpreter of a peer's environment, which lies beside ours."""
+    python = Path(f"{sys.prefix}-{peer}") / "bin" / "python"
+    if not python.exists():
+        raise PeerError(f"no {python}")
+    return python
+
+
+def _lay_out_vllm_backend(repository: Path, model: Path) -> None:
+    source = os.environ.get("VLLM_BACKEND")
+    if not source or not (Path(source) / "model.py").exists():
+        raise PeerError("VLLM_BACKEND names no folder with the model.py of vLLM's Triton backend")
+    version = repository / "smollm2" / "1"
+    version.mkdir(parents=True)
+    for path in Path(source).iterdir():
+        (version / path.name).symlink_to(path.resolve())
+    (version / "model.json").write_text(_VLLM_MODEL.format(model=model))
+    (version.parent / "config.pbtxt").write_text(
+        'backend: "python"\ninstance_group [ { count: 1, kind: KIND_MODEL } ]\n'
+    )

@@ -1,0 +1,135 @@
+"""What a benchmark measured: cells, their table, and ratios between them. Runs without the engine.
+
+A cell is one way of serving one workload at one concurrency. Each is measured once a round, the
+ways in turns, because a shared machine's speed drifts: ratios are taken within a round.
+"""
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.table import Table
+
+from loadtests.summary import percentile
+
+
+@dataclass(slots=True)
+class Result:
+    """One round of a cell. Times in seconds."""
+
+    way: str
+    concurrency: int
+    workload: str = "uniform"
+    round: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+    ttft: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)  # (e2e - ttft) / (tokens - 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def cell(self) -> tuple[str, str, int]:
+        return self.workload, self.way, self.concurrency
+
+    def add(self, start: float, first: float, end: float, num_tokens: int) -> None:
+        """Count one request by the moments it started, had its first and its last token."""
+        self.num_tokens += num_tokens
+        self.ttft.append(first - start)
+        if num_tokens > 1:
+            self.tpot.append((end - first) / (num_tokens - 1))
+
+
+class Goal(NamedTuple):
+    """A value of one cell over that of another, and what it is to reach.
+
+    A ratio of tokens/s is to be at least `wanted`, one of a time at most.
+    """
+
+    name: str
+    cell: tuple[str, str, int]  # workload, way, concurrency
+    other: tuple[str, str, int]
+    wanted: float
+    measure: str = "tokens/s"  # or TTFT, TPOT: their medians
+
+
+class Ratio(NamedTuple):
+    """The median over the rounds, and the extremes."""
+
+    median: float
+    low: float
+    high: float
+
+
+def save(path: Path, results: Iterable[Result]) -> None:
+    path.write_text(json.dumps([asdict(result) for result in results]))
+
+
+def load(path: Path) -> list[Result]:
+    return [Result(**fields) for fields in json.loads(path.read_text())]
+
+
+def rounds(results: Sequence[Result], cell: tuple[str, str, int]) -> dict[int, Result]:
+    """The rounds of a cell, by their numbers."""
+    return {result.round: result for result in results if result.cell == cell}
+
+
+def ratio(results: Sequence[Result], goal: Goal) -> Ratio | None:
+    """Compare two cells round by round; None where no round has both.
+
+    A cell of a slow way may have been measured in the first round only: that then stands for all.
+    """
+    ours, others = rounds(results, goal.cell), rounds(results, goal.other)
+    if len(others) == 1:
+        others = dict.fromkeys(ours, *others.values())
+    values = [
+        _value(result, goal.measure) / _value(others[number], goal.measure)
+        for number, result in ours.items()
+        if number in others
+    ]
+    return Ratio(statistics.median(values), min(values), max(values)) if values else None
+
+
+def goal_line(goal: Goal, reached: Ratio) -> str:
+    bound, met = (
+        (">=", reached.median >= goal.wanted)
+        if goal.measure == "tokens/s"
+        else ("<=", reached.median <= goal.wanted)
+    )
+    spread = f"{reached.low:.2f} to {reached.high:.2f}"
+    verdict = "" if met else "  MISSED"
+    return f"{goal.name}: {reached.median:.2f} ({spread}; wanted {bound} {goal.wanted}){verdict}"
+
+
+def table(results: Sequence[Result]) -> Table:
+    """One row a cell: tokens/s as median and extremes of the rounds, times of all rounds pooled."""
+    table = Table(title="Output tokens/s; TTFT and TPOT in ms")
+    for name in ("workload", "way", "at once", "tokens/s", "spread"):
+        table.add_column(name, justify="right")
+    for name in ("TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95"):
+        table.add_column(name, justify="right")
+    for cell in dict.fromkeys(result.cell for result in results):
+        measured = list(rounds(results, cell).values())
+        speeds = [result.tokens_per_second for result in measured]
+        pooled = (
+            [time for result in measured for time in result.ttft],
+            [time for result in measured for time in result.tpot],
+        )
+        table.add_row(
+            *(str(part) for part in cell),
+            f"{statistics.median(speeds):.1f}",
+            f"{min(speeds):.0f} to {max(speeds):.0f}",
+            *(f"{percentile(times, share) * 1000:.1f}" for times in pooled for share in (50, 95)),
+        )
+    return table
+
+
+def _value(result: Result, measure: str) -> float:
+    if measure == "tokens/s":
+        return result.tokens_per_second
+    return statistics.median(result.ttft if measure == "TTFT" else result.tpot)
