@@ -249,4 +249,6 @@ def sample(
         from kernels.sampling import sample as on_cuda
 
         return on_cuda(logits, sampling)
+    if cpu.samples(logits):
+        return cpu.sample(logits, sampling)
     return reference.sample(logits, sampling)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.metadata import AttentionMetadata, KVCache
+from kernels.sampling_tensors import SamplingTensors
 
 logger = logging.getLogger("tritium")
 
@@ -83,6 +84,16 @@ class _Decoder(ctypes.Structure):
     ]
 
 
+class _Sampling(ctypes.Structure):
+    """struct sampling of cpu.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("logits", "temperature", "top_p", "min_p")),
+        *((name, ctypes.c_void_p) for name in ("top_k", "keys", "tokens")),
+        *((name, ctypes.c_int64) for name in ("n", "size")),
+    ]
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled operations; None where there is no AMX or no compiler."""
@@ -111,6 +122,7 @@ def library() -> ctypes.CDLL | None:
         "silu_and_mul": [pointer] * 2 + [size] * 2,
         "rope_and_cache": [pointer] * 6 + [real] + [pointer] * 3 + [size] * 4,
         "attention": [ctypes.POINTER(_Attention)],
+        "sample": [ctypes.POINTER(_Sampling)],
         "decode": [ctypes.POINTER(_Decoder)],
     }
     for name, argtypes in signatures.items():
@@ -342,6 +354,26 @@ def attention(
     arguments.keys, arguments.values = _keys_and_values(kv_cache)
     _library().attention(ctypes.byref(arguments))
     return out
+
+
+def samples(logits: Tensor) -> bool:
+    """Whether `sample` takes these."""
+    return logits.device.type == "cpu" and logits.dtype == torch.float32 and library() is not None
+
+
+def sample(logits: Tensor, sampling: SamplingTensors | None) -> Tensor:
+    """See `kernels.sample`."""
+    assert logits.is_contiguous()
+    n, size = logits.shape
+    tokens = torch.empty(n, dtype=torch.int64)
+    arguments = _Sampling(logits=logits.data_ptr(), tokens=tokens.data_ptr(), n=n, size=size)
+    if sampling:
+        for name, column in sampling._asdict().items():
+            if isinstance(column, Tensor):
+                assert column.is_contiguous() and len(column) == n
+                setattr(arguments, name, column.data_ptr())
+    _library().sample(ctypes.byref(arguments))
+    return tokens
 
 
 class LayerWeights(NamedTuple):

@@ -58,6 +58,58 @@ def test_linear(num_rows, shape, dtype):
         )
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 33, 100])
+@pytest.mark.parametrize("shape", [(16, 32), (48, 64), (960, 576), (576, 1536)], ids=str)
+def test_linear_with_rounded_weights(bits, num_rows, shape):
+    """Beside the weights being rounded, 4 bits become bfloat16."""
+    out_features, in_features = shape
+    x, bias = torch.randn(num_rows, in_features).to(DTYPE), torch.randn(out_features).to(DTYPE)
+    weight = (torch.randn(shape) + 0.5).to(DTYPE)
+    packed = kernels.pack_linear(weight, bits)
+    exact = reference.quantize(weight, bits).dequantize()
+    if bits == 4:
+        exact = exact.to(DTYPE)
+    expected = x.double() @ exact.double().T + bias
+    out = kernels.linear(x, packed, bias, torch.float32)
+    assert error(out, expected) < 1e-5
+    assert error(kernels.linear(x, packed, bias), expected) < BOUND
+    alone = rows_alone(lambda row: kernels.linear(row, packed, bias, torch.float32), x)
+    assert torch.equal(out, alone)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rounding_to_few_bits(bits):
+    weight = torch.randn(64, 96) * torch.logspace(-6, 2, 64)[:, None]
+    weight[3] = 0
+    weight[4] = 1
+    quantized = reference.quantize(weight, bits)
+    off = (quantized.dequantize() - weight).abs()
+    groups = weight.unflatten(1, (-1, reference.GROUP_SIZE if bits == 4 else 96))
+    largest, smallest = groups.amax(2, keepdim=True), groups.amin(2, keepdim=True)
+    step = groups.abs().amax(2, keepdim=True) / 127 if bits == 8 else (largest - smallest) / 15
+    # Half a step, and what scales in half precision are off.
+    allowed = step * 0.51 + (0 if bits == 8 else groups.abs().amax(2, keepdim=True) * 2e-3 + 1e-6)
+    assert (off.unflatten(1, groups.shape[1:]) <= allowed).all()
+    assert (quantized.dequantize()[3] == 0).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_few_bits_only_where_they_can_be_had(bits):
+    for weight in (torch.randn(32, 32), torch.randn(40, 32).to(DTYPE)):
+        with pytest.raises(ValueError, match=f"{bits} bits need bfloat16"):
+            kernels.pack_linear(weight, bits)
+
+
+def test_an_arena_keeps_tensors_apart(monkeypatch):
+    monkeypatch.setattr(cpu.Arena, "_SIZE", 1000)
+    arena = cpu.Arena()
+    tensors = [torch.full((n,), n, dtype=torch.bfloat16) for n in (1, 30, 31, 33, 400, 2000, 7)]
+    kept = [arena.keep(tensor) for tensor in tensors]
+    assert all(map(torch.equal, kept, tensors))
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in kept)
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
 def test_linear_on_any_number_of_threads(num_threads):
     """Also on more than there are columns of tiles."""
@@ -242,9 +294,10 @@ TINY = dict(
     ],
     ids=lambda config: config.model_type,
 )
-def test_all_layers_in_one_call_are_the_same_to_the_bit(config, tmp_path):
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_all_layers_in_one_call_are_the_same_to_the_bit(config, bits, tmp_path):
     make_hf_model(config).save_pretrained(tmp_path)
-    model = load_model(str(tmp_path), DTYPE, torch.device("cpu"))
+    model = load_model(str(tmp_path), DTYPE, torch.device("cpu"), weight_bits=bits)
     decoder = model._decoder
     for batch in (MIXED, [(1, 40)]):
         tables = torch.randperm(len(batch) * 32).view(len(batch), 32)

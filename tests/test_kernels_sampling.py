@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import SamplingTensors, reference
+from kernels import SamplingTensors, cpu, reference
 from tests.interpreter import interpreted, interpreter, poisoned_memory  # noqa: F401
 
 with interpreted():
@@ -23,6 +23,15 @@ with interpreted():
 
 
 BOTH = pytest.mark.parametrize("module", [kernel, reference], ids=["kernel", "twin"])
+needs_amx = pytest.mark.skipif(cpu.library() is None, reason="needs AMX and a compiler")
+ALL = pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(kernel, id="kernel"),
+        pytest.param(reference, id="twin"),
+        pytest.param(cpu, id="C", marks=needs_amx),
+    ],
+)
 INF = math.inf
 VOCAB_SIZE = 2500  # more than two tiles, and no multiple of 16
 # Of min_p 0, in the interpreter, which takes it for a mistake.
@@ -246,7 +255,7 @@ LOGITS = {
 KINDS = pytest.mark.parametrize("kind", LOGITS)
 
 
-@BOTH
+@ALL
 @KINDS
 def test_sample(module, kind):
     logits, sampling = LOGITS[kind](len(FILTERS), VOCAB_SIZE), sampling_tensors(FILTERS)
@@ -255,7 +264,7 @@ def test_sample(module, kind):
     assert torch.equal(logits, before)
 
 
-@BOTH
+@ALL
 @KINDS
 def test_sample_without_filters(module, kind):
     rows = [dict(temperature=t) for t in (0.0, 0.3, 1.0, 1.0, 1.0, 5.0)]
@@ -263,7 +272,7 @@ def test_sample_without_filters(module, kind):
     assert_drawn(module.sample(logits, sampling), logits, sampling)
 
 
-@BOTH
+@ALL
 @KINDS
 def test_sample_greedily(module, kind):
     logits = LOGITS[kind](20, VOCAB_SIZE)
@@ -279,7 +288,15 @@ def test_the_kernel_draws_what_its_twin_draws(monkeypatch, num_programs):
     assert torch.equal(kernel.sample(logits, sampling), reference.sample(logits, sampling))
 
 
-@BOTH
+@needs_amx
+@pytest.mark.parametrize("kind", ["peaked", "flat", "ties"])
+def test_the_function_in_c_draws_what_its_twin_draws(kind):
+    torch.manual_seed(0)  # so that no two scores are nearly equal
+    logits, sampling = LOGITS[kind](len(FILTERS), 50_001), sampling_tensors(FILTERS)
+    assert torch.equal(cpu.sample(logits, sampling), reference.sample(logits, sampling))
+
+
+@ALL
 def test_sample_the_same_alone(module):
     logits, sampling = LOGITS["flat"](len(FILTERS), VOCAB_SIZE), sampling_tensors(FILTERS)
     together = module.sample(logits, sampling).tolist()
@@ -288,7 +305,7 @@ def test_sample_the_same_alone(module):
         assert module.sample(logits[i : i + 1], SamplingTensors(*columns, True)) == together[i]
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("vocab_size", [1, 2, 1023, 1025])
 def test_sample_from_small_vocabularies(module, vocab_size):
     rows = [dict(top_k=vocab_size), dict(top_k=1), dict(top_k=vocab_size, top_p=0.5)]
@@ -296,7 +313,7 @@ def test_sample_from_small_vocabularies(module, vocab_size):
     assert_drawn(module.sample(logits, sampling), logits, sampling)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("fields", [{}, dict(top_k=5), dict(top_p=0.9), dict(min_p=0.1)])
 @pytest.mark.parametrize("nothing", [-INF, math.nan])
 @pytest.mark.filterwarnings("ignore:invalid value")

@@ -14,6 +14,8 @@ from backend.model_runner import ModelRunner
 from backend.models import LlamaModel, ModelConfig, llama
 from backend.scheduler import ScheduledSequence
 from backend.sequence import EngineRequest, Sequence
+from kernels import cpu
+from tests.conftest import SMOLLM2
 from tests.helpers import Collector
 from tests.test_models import TINY, make_hf_model
 
@@ -118,6 +120,30 @@ def test_a_quantised_cache_takes_less_and_answers_much_the_same(model, dtype):
     assert runner.block_bytes < full.block_bytes / 2
     expected, answers = generate(make_config(), full), generate(config, runner)
     assert sum(a[0] == b[0] for a, b in zip(answers, expected, strict=True)) >= 5
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="needs a CPU with AMX and a compiler")
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_rounded_weights_know_what_the_model_knows(quantization, tokenizer):
+    """The real model, in bfloat16."""
+    config = make_config(model=SMOLLM2, dtype="bfloat16", quantization=quantization)
+    collector = Collector()
+    engine = Engine(config, ModelRunner(config), collector)
+    engine.reserve()
+    prompt = tokenizer.encode("The capital of France is the city of")
+    engine.submit(EngineRequest(0, prompt, max_tokens=1, num_logprobs=0))
+    while not collector.reasons:
+        engine.step()
+    [token] = collector.outputs[0].tokens
+    assert tokenizer.decode_token(token.token_id) == " Paris"
+    assert token.logprobs.logprob > -0.1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_rounded_weights_are_refused_where_they_can_not_be_had(dtype):
+    config = make_config(model=SMOLLM2, dtype=dtype, device="cpu", quantization="int8")
+    with pytest.raises(ConfigError, match=f"'quantization' can't be 'int8'.*not {dtype} on cpu"):
+        ModelRunner(config)
 
 
 def test_batch_invariance_that_pytorch_s_operations_lack_is_refused(model):
