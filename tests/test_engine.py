@@ -1,6 +1,7 @@
 """The engine over a fake runner: places, endings, failures, its thread."""
 
 import pickle
+import sys
 import threading
 import time
 
@@ -55,6 +56,52 @@ def step_until_idle(engine, collector, num_requests):
 def assert_idle(engine):
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+
+
+# -- what a step costs the host --
+
+
+def calls_of(engine: Engine) -> int:
+    """How many functions a step calls; unlike seconds, the same on any machine."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        engine.step()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_step_costs_the_same_however_many_wait():
+    def decoding(num_waiting: int) -> Engine:
+        engine, _ = make_engine(max_num_seqs=4, max_queue_size=num_waiting)
+        for i in range(4 + num_waiting):
+            submit(engine, i, max_tokens=20)
+        for _ in range(4):
+            engine.step()
+        return engine
+
+    assert calls_of(decoding(5000)) == calls_of(decoding(10))
+
+
+def test_a_step_costs_in_proportion_to_the_sequences():
+    def calls(num_seqs: int) -> int:
+        engine, _ = make_engine(
+            CountingRunner(num_blocks=1024), max_num_seqs=num_seqs, max_num_batched_tokens=1024
+        )
+        for i in range(num_seqs):
+            submit(engine, i, max_tokens=20)
+        for _ in range(2):
+            engine.step()
+        return calls_of(engine)
+
+    few, twice, four_times = calls(32), calls(64), calls(128)
+    assert (four_times - twice) / (twice - few) == pytest.approx(2, rel=0.05)
 
 
 # -- places --
