@@ -76,12 +76,15 @@ $(VENV)-%/.tried: requirements-peers-%.txt
 	else echo "without $*: it could not be installed; its requirements are in $<"; rm -rf $(VENV)-$*/bin; fi
 	@touch $@
 
+PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
+
 # vLLM's own environment, but with the numpy that the Python backend's stub needs.
 $(VENV)-vllm-backend/.tried: $(VENV)-vllm/.tried
-	@$(PYTHON) -m venv $(VENV)-vllm-backend
-	@$(VENV)-vllm-backend/bin/python -m pip install --disable-pip-version-check --quiet numpy==1.26.4
-	@echo $(abspath $(VENV))-vllm/lib/python*/site-packages > \
-		$$(echo $(VENV)-vllm-backend/lib/python*/site-packages)/vllm.pth
+	@mkdir -p $(VENV)-vllm-backend
+	@if [ -e $(VENV)-vllm/bin/python ] && $(PYTHON) -m venv $(VENV)-vllm-backend && \
+		$(VENV)-vllm-backend/bin/python -m pip install --disable-pip-version-check --quiet numpy==1.26.4; \
+	then $(VENV)-vllm/bin/python -c '$(PACKAGES)' > $$($(VENV)-vllm-backend/bin/python -c '$(PACKAGES)')/vllm.pth; \
+	else echo "without vllm-backend: it needs vllm and numpy"; rm -rf $(VENV)-vllm-backend/bin; fi
 	@touch $@
 
 bench-front: setup

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from google.protobuf import text_format
@@ -91,12 +91,10 @@ class Alone:
     def __init__(self, config: EngineConfig, runner: ModelRunner) -> None:
         self._config = config
         self._runner = runner
-        # A thread of its own: it is bound to a core.
-        self._thread = ThreadPoolExecutor(1, initializer=runner.start)
 
     def continuous(self, requests: list[Request], concurrency: int) -> Result:
         result = Result("engine", concurrency)
-        self._thread.submit(self._run, result, requests, requests, concurrency).result()
+        self._run(result, requests, requests, concurrency)
         return result
 
     def static(self, requests: list[Request], batch_size: int) -> Result:
@@ -106,10 +104,16 @@ class Alone:
             batch = requests[i : i + batch_size]
             longest = max(request.num_output_tokens for request in batch)
             padded = [request._replace(num_output_tokens=longest) for request in batch]
-            self._thread.submit(self._run, result, batch, padded, batch_size).result()
+            self._run(result, batch, padded, batch_size)
         return result
 
-    def _run(
+    def _run(self, result: Result, *arguments: Any) -> None:
+        # A thread of its own: it is bound to a core. No longer than it is needed: OpenMP's threads
+        # sleep sooner where more of them are alive than there are cores.
+        with ThreadPoolExecutor(1, initializer=self._runner.start) as thread:
+            thread.submit(self._run_here, result, *arguments).result()
+
+    def _run_here(
         self, result: Result, asked: list[Request], computed: list[Request], concurrency: int
     ) -> None:
         """Compute requests in a closed loop; count of each no more tokens than were asked for."""
@@ -177,13 +181,12 @@ def served(server: TritonServer, requests: list[Request], concurrency: int) -> R
             with lock:
                 result.add(start, first, end, num_tokens)
 
-    threads = [threading.Thread(target=run) for _ in range(concurrency)]
     begin = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(concurrency) as pool:
+        threads = [pool.submit(run) for _ in range(concurrency)]
     result.seconds = time.perf_counter() - begin
+    for thread in threads:
+        thread.result()  # raises what a request did
     return result
 
 

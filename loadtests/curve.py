@@ -14,6 +14,8 @@ from backend.serve import ROOT
 from loadtests.results import Result, load, rounds
 from loadtests.summary import percentile
 
+_OURS = ("engine", "engine int8", "server")
+
 
 class Point(NamedTuple):
     concurrency: int
@@ -43,8 +45,8 @@ def draw(curves: dict[str, list[Point]], path: Path) -> None:
     # No date and no random names: the same points give the same file.
     matplotlib.rcParams.update({"svg.hashsalt": "curve", "svg.fonttype": "none", "font.size": 9})
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for way in sorted(curves, key=lambda way: (way not in ("engine", "server"), way)):
-        ours = way in ("engine", "server")
+    for way in sorted(curves, key=lambda way: (way not in _OURS, way)):
+        ours = way in _OURS
         for axis, values in zip(
             axes,
             ([p.tokens_per_second for p in curves[way]], [p.tpot_p95_ms for p in curves[way]]),

@@ -1,6 +1,6 @@
 """`make bench-peers`: other engines on the requests of `make bench`, beside ours, in one run.
 
-    engine          ours, in this process
+    engine          ours, in this process; `engine int8`: with its weights in 8 bits
     server          ours behind Triton Server, streamed over gRPC
     vllm            vLLM's CPU build, in process
     vllm backend    vLLM's Triton backend in the same Triton Server as ours, by the same client;
@@ -10,8 +10,8 @@
 
 Each peer runs in an environment of its own, on the same weights (model_files.py), and only one
 process at a time runs at all: the others are frozen. Workloads: `uniform` of `make bench`, at most
-four requests for each that is in flight; and `shared prefix`: 64 requests at once, 512 tokens that
-all have, 32 of their own, 32 of answer, prefixes reused.
+four requests for each that is in flight; and, where 64 at once are measured, `shared prefix`: 64
+requests, 512 tokens that all have, 32 of their own, 32 of answer, prefixes reused.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def goals() -> list[Goal]:
         ("server", (32,), "llama.cpp bf16", 1.0),
         ("engine", (64,), "vllm", 1.2),
         ("engine", (8, 32), "openvino bf16", 1.0),
-        ("engine", (8, 32), "openvino int8", 1.0),
+        ("engine int8", (8, 32), "openvino int8", 1.0),
         ("server", (32,), "engine", 0.85),
     ):
         found += [
@@ -97,15 +97,19 @@ def main() -> None:
         "uniform": uniform_workload(prompts),
         "shared prefix": shared_prefix_workload(prompts),
     }
-    results = load(options.output) if options.append and options.output.exists() else []
+    results, found = [], {}
     versions = options.output.with_suffix(".versions.json")
+    if options.append and options.output.exists():
+        results, found = load(options.output), json.loads(versions.read_text())
     # A frozen server's keepalive must not look like a broken connection.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     with started(options.only, workloads, folder, options.port) as ways:
-        versions.write_text(json.dumps({way.name: way.version for way in ways}))
+        versions.write_text(json.dumps(found | {way.name: way.version for way in ways}))
         for number in range(options.first_round, options.first_round + options.rounds):
             cells = [("uniform", min(4 * n, 64), n) for n in options.concurrency]
-            for workload, num_requests, concurrency in [*cells, ("shared prefix", 64, 64)]:
+            if 64 in options.concurrency:
+                cells.append(("shared prefix", 64, 64))
+            for workload, num_requests, concurrency in cells:
                 for way in ways:
                     if workload != "uniform" and way.name not in _REUSING:
                         continue

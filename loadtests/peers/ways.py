@@ -1,9 +1,9 @@
 """The ways of serving that are compared: ours, and the peers whose environments are there."""
 
 import os
+import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -49,11 +49,14 @@ class Way(Protocol):
 class Engine:
     """Ours, in this process."""
 
-    name, version = "engine", "here"
+    version = "here"
 
-    def __init__(self, workloads: dict[str, list[Request]]) -> None:
+    def __init__(
+        self, name: str, workloads: dict[str, list[Request]], quantization: str = "none"
+    ) -> None:
+        self.name = name
         self._workloads = workloads
-        config = read_config()
+        config = read_config().model_copy(update={"quantization": quantization})
         with ThreadPoolExecutor(1) as pool:  # see loadtests.bench
             runner = pool.submit(ModelRunner, config).result()
         reusing = config.model_copy(update={"prefix_cache": "on"})
@@ -62,7 +65,7 @@ class Engine:
     def measure(self, workload: str, num_requests: int, concurrency: int) -> Result:
         alone = self._uniform if workload == "uniform" else self._reusing
         result = alone.continuous(self._workloads[workload][:num_requests], concurrency)
-        result.workload = workload
+        result.way, result.workload = self.name, workload
         return result
 
     def freeze(self) -> None:
@@ -152,23 +155,21 @@ def started(
 
     def vllm_backend(own_port: int) -> Way:
         model = model_files.hugging_face(shipped, folder)
-        repository = tempfile.TemporaryDirectory()
-        _lay_out_vllm_backend(Path(repository.name), model)
+        repository = _lay_out_vllm_backend(folder / "vllm-backend", model)
         python = _python("vllm-backend")
         path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
         environment = {"PATH": path, **_VLLM_ENVIRONMENT}
         ports = (own_port, own_port + 1, own_port + 2)
-        server = TritonServer(Path(repository.name), *ports, environment=environment)
-        way = Server("vllm backend", workloads, folder / "vllm-backend.log", server)
-        repository.cleanup()
-        return way
+        server = TritonServer(repository, *ports, environment=environment)
+        return Server("vllm backend", workloads, folder / "vllm-backend.log", server)
 
     def ours() -> Way:
         server = TritonServer(http_port=port, grpc_port=port + 1, metrics_port=port + 2)
         return Server("server", workloads, folder / "server.log", server)
 
     makers: dict[str, Callable[[], Way]] = {
-        "engine": lambda: Engine(workloads),
+        "engine": lambda: Engine("engine", workloads),
+        "engine int8": lambda: Engine("engine int8", workloads, "int8"),
         "server": ours,
         "vllm": vllm,
         "vllm backend": lambda: vllm_backend(port + 3),
@@ -195,7 +196,7 @@ def started(
 
 
 WAYS = (
-    *("engine", "server", "vllm", "vllm backend"),
+    *("engine", "engine int8", "server", "vllm", "vllm backend"),
     *("openvino int8", "openvino bf16", "llama.cpp q8_0", "llama.cpp bf16"),
 )
 
@@ -208,10 +209,11 @@ def _python(peer: str) -> Path:
     return python
 
 
-def _lay_out_vllm_backend(repository: Path, model: Path) -> None:
+def _lay_out_vllm_backend(repository: Path, model: Path) -> Path:
     source = os.environ.get("VLLM_BACKEND")
     if not source or not (Path(source) / "model.py").exists():
         raise PeerError("VLLM_BACKEND names no folder with the model.py of vLLM's Triton backend")
+    shutil.rmtree(repository, ignore_errors=True)  # of an earlier run
     version = repository / "smollm2" / "1"
     version.mkdir(parents=True)
     for path in Path(source).iterdir():
@@ -220,3 +222,4 @@ def _lay_out_vllm_backend(repository: Path, model: Path) -> None:
     (version.parent / "config.pbtxt").write_text(
         'backend: "python"\ninstance_group [ { count: 1, kind: KIND_MODEL } ]\n'
     )
+    return repository
