@@ -78,12 +78,15 @@ $(VENV)-%/.tried: requirements-peers-%.txt
 
 PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 
-# vLLM's own environment, but with the numpy that the Python backend's stub needs.
+# vLLM's own environment, but with the numpy that the Python backend's stub needs; and a locale,
+# which the stub sets none of: torch reads sources of its own in the locale's encoding.
 $(VENV)-vllm-backend/.tried: $(VENV)-vllm/.tried
 	@mkdir -p $(VENV)-vllm-backend
 	@if [ -e $(VENV)-vllm/bin/python ] && $(PYTHON) -m venv $(VENV)-vllm-backend && \
 		$(VENV)-vllm-backend/bin/python -m pip install --disable-pip-version-check --quiet numpy==1.26.4; \
-	then $(VENV)-vllm/bin/python -c '$(PACKAGES)' > $$($(VENV)-vllm-backend/bin/python -c '$(PACKAGES)')/vllm.pth; \
+	then { echo 'import locale; locale.setlocale(locale.LC_CTYPE, "C.UTF-8")'; \
+		$(VENV)-vllm/bin/python -c '$(PACKAGES)'; \
+	} > $$($(VENV)-vllm-backend/bin/python -c '$(PACKAGES)')/vllm.pth; \
 	else echo "without vllm-backend: it needs vllm and numpy"; rm -rf $(VENV)-vllm-backend/bin; fi
 	@touch $@
 

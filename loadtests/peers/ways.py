@@ -112,7 +112,10 @@ class Server:
 
     def _signal(self, number: int) -> None:
         assert self._server.process
-        os.killpg(self._server.process.pid, number)
+        try:
+            os.killpg(self._server.process.pid, number)
+        except ProcessLookupError:
+            pass  # it has ended: whoever asks it for something hears of that
 
 
 @contextmanager
