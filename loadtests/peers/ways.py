@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType
 from backend.model_runner import ModelRunner
 from backend.models.loader import resolve
 from backend.serve import TritonServer
+from client import GenerationError
 from loadtests.bench import Alone, Request, read_config, served
 from loadtests.peers import model_files
 from loadtests.peers.jobs import Peer, PeerError, Workloads
@@ -186,7 +187,7 @@ def started(
         for name in names:
             try:
                 way = makers[name]()
-            except (PeerError, OSError, RuntimeError, AssertionError) as error:
+            except (PeerError, GenerationError, OSError, RuntimeError, AssertionError) as error:
                 print(f"without {name}: {error}", flush=True)
                 continue
             ways.append(way)
