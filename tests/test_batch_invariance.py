@@ -5,7 +5,6 @@ import pytest
 from backend.config import ConfigError
 from backend.engine import Engine
 from backend.model_runner import ModelRunner
-from backend.speculative import SpeculativeConfig
 from kernels import cpu
 from tests.conftest import FLOAT32
 from tests.greedy import SmallerRunner, generate
@@ -75,13 +74,3 @@ def test_with_a_prefix_that_was_computed_before(runner, prompts, sampling, alone
 def test_what_is_not_computed_in_c_is_refused(runner, changes):
     with pytest.raises(ConfigError, match="'batch_invariant': on CPU it needs"):
         ModelRunner(CONFIG.model_copy(update=changes), model=runner.model)
-
-
-def test_with_drafts(runner, prompts, sampling, alone):
-    """To the bit: a draft's row is computed as the token's own would be."""
-    if "repetition_penalty" in sampling:  # which has no drafts
-        sampling = {**sampling, "repetition_penalty": 1.0}
-        alone = [generate(make_engine(runner), [prompt], **sampling)[0] for prompt in prompts]
-    engine = make_engine(runner, speculative_config=SpeculativeConfig())
-    assert generate(engine, prompts, **sampling, speculative=True) == alone
-    assert engine.stats().num_accepted_tokens > 0

@@ -549,16 +549,30 @@ def test_drafts_get_what_prompts_leave_of_the_budget():
         assert step(scheduler)[0] == planned
 
 
+class AnyText:
+    """A grammar, and an answer's state in it, that every token fits."""
+
+    is_complete = False
+
+    def start(self):
+        return self
+
+    def accept(self, token_id):
+        return True
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"speculative": False},
+        {"grammar": AnyText()},
+        {"frequency_penalty": 0.5},
         {"presence_penalty": 0.5},
         {"repetition_penalty": 1.1},
         {"bad_words": ((5, 6),)},
         {"min_tokens": 3},
     ],
-    ids=str,
+    ids=lambda fields: next(iter(fields)),
 )
 def test_whose_rows_would_not_be_what_they_were_alone_has_no_drafts(fields):
     scheduler = make_scheduler(speculative=DRAFTS)

@@ -98,7 +98,7 @@ def test_logprobs(runner, prompts):
     same_with_drafts(runner, prompts, {"num_logprobs": 3, "num_prompt_logprobs": 1}, 20)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 7, 8])
+@pytest.mark.parametrize("max_tokens", [1, 7])
 def test_max_tokens(runner, prompts, max_tokens):
     same_with_drafts(runner, prompts[:1], max_tokens=max_tokens)
 
@@ -106,8 +106,8 @@ def test_max_tokens(runner, prompts, max_tokens):
 def test_stop_tokens_amid_a_draft(runner, prompts, tokenizer):
     in_the_text = tokenizer.encode(" marked")
     stop = {"stop_token_ids": frozenset(in_the_text)}
-    same_with_drafts(runner, prompts, stop)
-    same_with_drafts(runner, prompts, {**stop, "min_tokens": 30})
+    same_with_drafts(runner, prompts[:1], stop)
+    same_with_drafts(runner, prompts[:1], {**stop, "min_tokens": 30})
 
 
 def test_requests_that_need_their_history_beside_others(runner, prompts):
@@ -138,18 +138,17 @@ def test_several_answers_to_one_prompt(runner, prompts):
     assert engine.stats().num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_preemptions_and_reused_prefixes(runner, prompts, sampling):
+def test_preemptions_and_reused_prefixes(runner, prompts):
     longest = max(map(len, prompts))
     cramped = SmallerRunner(runner, -(-(longest + 40) // CONFIG.block_size) + 3)
-    engine = same_with_drafts(cramped, prompts * 2, sampling, prefix_cache="on")
+    engine = same_with_drafts(cramped, prompts * 2, SEEDED, prefix_cache="on")
     stats = engine.stats()
     assert stats.num_preemptions > 0
     assert stats.num_accepted_tokens > 20
 
 
 def test_prompts_cut_into_chunks(runner, prompts):
-    same_with_drafts(runner, prompts, max_num_batched_tokens=24)
+    same_with_drafts(runner, prompts, max_tokens=20, max_num_batched_tokens=24)
 
 
 def test_a_published_answer_is_what_it_says(runner, prompts):
