@@ -14,6 +14,7 @@ from backend.model_runner import ModelRunner
 from backend.models import LlamaModel, ModelConfig, llama
 from backend.scheduler import ScheduledSequence
 from backend.sequence import EngineRequest, Sequence
+from backend.speculative import NgramProposer, SpeculativeConfig
 from kernels import cpu
 from tests.conftest import SMOLLM2
 from tests.helpers import Collector
@@ -77,6 +78,30 @@ def test_overlapped_steps_give_the_same_tokens(model, roomy, sampling):
     runner = ModelRunner(config, model=model)
     runner.overlaps = True
     assert generate(config, runner, **sampling) == expected
+
+
+@SAMPLING
+@pytest.mark.parametrize("roomy", [True, False], ids=["roomy", "preempted"])
+def test_drafts_give_the_same_tokens(model, roomy, sampling, monkeypatch):
+    """Right and wrong drafts, by a proposer that knows the answers."""
+    runner = ModelRunner(make_config(), model=model)
+    expected = generate(make_config(), runner, **sampling)
+
+    def propose(self, token_ids: list[int], limit: int) -> list[int]:
+        texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
+        [text] = [text for text in texts if text[: len(token_ids)] == token_ids]
+        draft = text[len(token_ids) :][: max(min(limit, 4), 0)]
+        return draft if len(token_ids) % 2 else [*draft[:-1], *(0 for _ in draft[-1:])]
+
+    monkeypatch.setattr(NgramProposer, "propose", propose)
+    changes = {} if roomy else {"kv_cache_memory": small_pool(runner)}
+    config = make_config(
+        speculative_config=SpeculativeConfig(),
+        max_num_batched_tokens=44,  # drafts beside prompts, too
+        **changes,
+    )
+    runner = ModelRunner(config, model=model)
+    assert generate(config, runner, speculative=True, **sampling) == expected
 
 
 class FakeGraphs(DecodeGraphs):

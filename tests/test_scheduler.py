@@ -549,6 +549,16 @@ def test_drafts_get_what_prompts_leave_of_the_budget():
         assert step(scheduler)[0] == planned
 
 
+def test_drafts_of_several_sequences_share_what_is_left_of_the_budget():
+    scheduler = make_scheduler(speculative=DRAFTS, max_num_batched_tokens=10)
+    for request_id in range(2):
+        sequence = make_sequence([3, 1, 2, 3, 1], 50, request_id, speculative=True)
+        add(scheduler, sequence)
+        lengthen_drafts(sequence, 6)
+    assert step(scheduler, 2)[0] == [(0, 5), (1, 5)]
+    assert step(scheduler)[0] == [(0, 7), (1, 3)]
+
+
 class AnyText:
     """A grammar, and an answer's state in it, that every token fits."""
 
