@@ -121,7 +121,7 @@ class ModelRunner:
             # While a GPU still computes those.
             masks = grammar_masks(sequences, logits.shape[1])
             sampled = self._sampler.sample(
-                logits, sequences, None if masks is None else self._to_device(masks), places
+                logits, sequences, places, None if masks is None else self._to_device(masks)
             )
             self._last = _Last(
                 sampled.token_ids, {sequence: row for row, sequence in enumerate(sequences)}

@@ -51,8 +51,8 @@ class Sampler:
         self,
         logits: Tensor,  # [num_seqs, vocab_size] float32; may be overwritten
         sequences: list[Sequence],  # where one has drafts, it stands there for each of its rows
+        positions: Seq[int],  # of the tokens to choose
         masks: Tensor | None = None,  # [num_seqs, ceil(vocab_size / 32)] int32: kernels.apply_mask
-        positions: Seq[int] | None = None,  # of the tokens to choose; None: behind the last ones
     ) -> Sampled:
         """Choose the next token of each sequence.
 
@@ -68,8 +68,6 @@ class Sampler:
         if masks is not None:
             kernels.apply_mask(logits, masks)
         self._adjust(logits, sequences)
-        if positions is None:
-            positions = [sequence.num_tokens for sequence in sequences]
         token_ids = kernels.sample(logits, _sampling_tensors(logits, sequences, positions))
         tensors = [token_ids]
         if wanting:

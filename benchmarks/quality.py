@@ -18,8 +18,8 @@ from backend.models.loader import resolve
 from backend.sequence import EngineRequest, SampledToken
 from backend.serve import ROOT
 from backend.tokenizer import Tokenizer
-from benchmarks.cpu_steps import MODEL
 from benchmarks.engine_runs import make_engine
+from benchmarks.models import SMOLLM2
 
 WINDOW = 512  # tokens, each seen from the window's start
 
@@ -33,7 +33,7 @@ KINDS = (Kind("float32"), Kind("bfloat16"), Kind("bfloat16", "int8"), Kind("bflo
 
 
 def windows() -> Iterator[list[int]]:
-    tokenizer = Tokenizer(resolve(MODEL))
+    tokenizer = Tokenizer(resolve(SMOLLM2))
     text = "".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md")))
     token_ids = tokenizer.encode(text)
     for start in range(0, len(token_ids) - WINDOW + 1, WINDOW):
@@ -43,7 +43,7 @@ def windows() -> Iterator[list[int]]:
 def score(kind: Kind, prompts: list[list[int]]) -> list[SampledToken]:
     """All tokens but each window's first, with the likeliest one beside it."""
     settings: dict[str, Any] = {**kind._asdict(), "kv_cache_memory": 2**28}
-    config = EngineConfig(model=MODEL, **settings)
+    config = EngineConfig(model=SMOLLM2, **settings)
     engine = make_engine(config, ModelRunner(config))
     scored: list[SampledToken] = []
     for i, prompt in enumerate(prompts):

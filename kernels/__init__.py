@@ -1,8 +1,8 @@
 """The operations a model is made of, one public function each.
 
-Each picks the Triton-lang kernel for tensors on CUDA, the C function (`cpu.py`) for bfloat16 on a
-CPU with AMX, and its plain PyTorch twin (`reference.py`) elsewhere, so that no model code knows
-which runs. Nothing here imports from `backend/`.
+Each picks the Triton-lang kernel for tensors on CUDA, the C function (`cpu.py`), if there is one,
+on a CPU with AMX, and its plain PyTorch twin (`reference.py`) elsewhere, so that no model code
+knows which runs. Nothing here imports from `backend/`.
 """
 
 import torch

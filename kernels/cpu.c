@@ -1,5 +1,5 @@
-/* The operations of a model on CPUs with AMX, for bfloat16: see `cpu.py`, which builds and calls
- * this, and `kernels/__init__.py` for what each does.
+/* The operations of a model on CPUs with AMX, for bfloat16, and sampling: see `cpu.py`, which builds
+ * and calls this, and `kernels/__init__.py` for what each does.
  *
  * No result of a row depends on which other rows are computed with it: every sum is taken in an
  * order that only the row itself decides (He et al., "Defeating nondeterminism in LLM inference",

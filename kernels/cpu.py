@@ -1,4 +1,4 @@
-"""The operations for CPUs with AMX, in C: bfloat16 only. Built by the C compiler on first use.
+"""The operations for CPUs with AMX, in C: a model's in bfloat16, and sampling. Built on first use.
 
 `takes()` says whether they take a tensor; elsewhere the twins of `reference.py` run.
 """

@@ -38,7 +38,7 @@ from backend.sequence import EngineOutput, EngineRequest
 from backend.serve import ROOT, TritonServer
 from backend.tokenizer import Tokenizer
 from client import GrpcClient
-from loadtests.results import Goal, Result, goal_line, ratio, save, table
+from loadtests.results import Goal, Result, report, save
 from loadtests.transformers_model import transformers_model
 
 CONCURRENCY = (1, 8, 32)
@@ -293,10 +293,7 @@ def main() -> None:
         results.append(result)
         save(options.output, results)
         console.print(*result.cell, f"{result.tokens_per_second:.1f} tokens/s")
-    console.print(table(results))
-    for goal in goals():
-        if reached := ratio(results, goal):
-            console.print(goal_line(goal, reached), highlight=False)
+    report(console, results, goals())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.console import Console
 from rich.table import Table
 
 from loadtests.summary import percentile
@@ -80,13 +81,8 @@ def rounds(results: Sequence[Result], cell: tuple[str, str, int]) -> dict[int, R
 
 
 def ratio(results: Sequence[Result], goal: Goal) -> Ratio | None:
-    """Compare two cells round by round; None where no round has both.
-
-    A cell of a slow way may have been measured in the first round only: that then stands for all.
-    """
+    """Compare two cells in each round that has both; None where none has."""
     ours, others = rounds(results, goal.cell), rounds(results, goal.other)
-    if len(others) == 1:
-        others = dict.fromkeys(ours, *others.values())
     values = [
         _value(result, goal.measure) / _value(others[number], goal.measure)
         for number, result in ours.items()
@@ -127,6 +123,14 @@ def table(results: Sequence[Result]) -> Table:
             *(f"{percentile(times, share) * 1000:.1f}" for times in pooled for share in (50, 95)),
         )
     return table
+
+
+def report(console: Console, results: Sequence[Result], goals: Iterable[Goal]) -> None:
+    """Print the table, and each goal whose cells were measured."""
+    console.print(table(results))
+    for goal in goals:
+        if reached := ratio(results, goal):
+            console.print(goal_line(goal, reached), highlight=False)
 
 
 def _value(result: Result, measure: str) -> float:

@@ -21,8 +21,12 @@ def drawing(seed=0, num_tokens=3, temperature=1.0, **fields) -> Sequence:
     return make_sequence([0] * num_tokens, seed=seed, temperature=temperature, **fields)
 
 
+def ends(sequences) -> list[int]:
+    return [sequence.num_tokens for sequence in sequences]
+
+
 def sample(logits, sequences: list[Sequence], masks=None) -> list[SampledToken]:
-    return Sampler().sample(logits.clone(), sequences, masks).read()
+    return Sampler().sample(logits.clone(), sequences, ends(sequences), masks).read()
 
 
 def draw(logits, *sequences: Sequence) -> list[int]:
@@ -312,7 +316,7 @@ def test_with_every_token_forbidden_some_token_is_drawn(fields):
 def adjusted(logits, *sequences: Sequence, masks=None) -> torch.Tensor:
     """The logits that tokens are drawn from, one row for each of the sequences."""
     logits = logits.repeat(len(sequences), 1)
-    Sampler().sample(logits, list(sequences), masks)
+    Sampler().sample(logits, list(sequences), ends(sequences), masks)
     return logits
 
 
@@ -448,7 +452,7 @@ def test_penalties_from_step_to_step():
     for step in range(9):
         batch = [sequence for i, sequence in enumerate(everyone) if (step + i) % 4]
         rows = logits.repeat(len(batch), 1)
-        tokens = sampler.sample(rows, batch).read()
+        tokens = sampler.sample(rows, batch, ends(batch)).read()
         for sequence, row, token in zip(batch, rows, tokens, strict=True):
             assert row.tolist() == pytest.approx(penalised(logits, sequence), rel=1e-5)
             sequence.token_ids.append(token.token_id if step % 2 else 2)
@@ -458,7 +462,7 @@ def test_a_frequency_penalty_ends_repetition():
     sequence = make_sequence([0], max_tokens=30, frequency_penalty=0.5)
     sampler = Sampler()
     for _ in range(30):
-        [token] = sampler.sample(LOGITS[None].clone(), [sequence]).read()
+        [token] = sampler.sample(LOGITS[None].clone(), [sequence], ends([sequence])).read()
         sequence.token_ids.append(token.token_id)
     assert min(Counter(sequence.token_ids[1:])[i] for i in range(6)) >= 1
 

@@ -27,7 +27,7 @@ from backend.serve import ROOT
 from backend.tokenizer import Tokenizer
 from loadtests.bench import Prompts, Request, read_config, uniform_workload
 from loadtests.peers.ways import WAYS, Way, started
-from loadtests.results import Goal, Result, goal_line, load, ratio, save, table
+from loadtests.results import Goal, Result, load, report, save
 
 _REUSING = ("engine", "vllm")  # ways that the shared prefix is measured on
 
@@ -122,10 +122,7 @@ def main() -> None:
                     speed = f"{result.tokens_per_second:.1f} tokens/s"
                     console.print(*again, speed, highlight=False)
     results.sort(key=lambda result: (result.workload, WAYS.index(result.way), result.concurrency))
-    console.print(table(results))
-    for goal in goals():
-        if reached := ratio(results, goal):
-            console.print(goal_line(goal, reached), highlight=False)
+    report(console, results, goals())
 
 
 if __name__ == "__main__":
