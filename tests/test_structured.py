@@ -546,7 +546,8 @@ class RandomRunner:
         logits[:, self.favoured] += 8
         masks = grammar_masks(sequences, VOCAB_SIZE)
         masks = None if masks is None else torch.from_numpy(masks)
-        return self.sampler.sample(logits, sequences, masks).read
+        positions = [sequence.num_tokens for sequence in sequences]
+        return self.sampler.sample(logits, sequences, positions, masks).read
 
 
 def run_engine(runner, requests, **config) -> Collector:
