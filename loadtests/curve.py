@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from backend.serve import ROOT
 from loadtests.results import Result, load, rounds
-from loadtests.summary import percentile
+from loadtests.statistics import percentile
 
 _OURS = ("engine", "engine int8", "server")
 

@@ -1,13 +1,13 @@
 """Counts what a load test's streams did and puts it into a table. Knows nothing of locust."""
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rich import box
 from rich.table import Table
 
 from client import GenerationStream
+from loadtests.statistics import percentile
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +82,3 @@ def summary_table(stats: dict[str, ProtocolStats]) -> Table:
             *(f"{percentile(tpot, percent):.1f}" for percent in (50, 95)),
         )
     return table
-
-
-def percentile(values: Iterable[float], percent: int) -> float:
-    """Return the smallest value that at least `percent` of all do not exceed; NaN of none."""
-    ordered = sorted(values)
-    if not ordered:
-        return float("nan")
-    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]

@@ -10,7 +10,7 @@ from loadtests.curve import points
 from loadtests.peers.closed_loop import stepwise
 from loadtests.peers.jobs import PeerError, result_of, write_job
 from loadtests.results import Goal, Ratio, Result, goal_line, load, ratio, save
-from loadtests.summary import ProtocolStats, percentile
+from loadtests.summary import ProtocolStats
 from loadtests.workload import Workload
 
 
@@ -53,11 +53,6 @@ def test_tokens_of_a_broken_stream_count():
     assert stats.num_tokens == 2
     assert stats.timings == []
     assert 0 < stats.tokens_per_second() < 2 / 0.05
-
-
-@pytest.mark.parametrize(("percent", "expected"), [(50, 2.0), (95, 4.0), (100, 4.0), (25, 1.0)])
-def test_percentile(percent, expected):
-    assert percentile([4.0, 2.0, 1.0, 3.0], percent) == expected
 
 
 def test_workload_is_repeatable():

@@ -1,0 +1,41 @@
+"""The few statistics that traces and runs are judged by."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+
+def percentile(values: Iterable[float], percent: float) -> float:
+    """Return the smallest value that at least `percent` of all do not exceed; NaN of none."""
+    ordered = sorted(values)
+    if not ordered:
+        return float("nan")
+    return ordered[max(0, int(-(-len(ordered) * percent // 100)) - 1)]
+
+
+def ks_distance(first: Sequence[float], second: Sequence[float]) -> float:
+    """Kolmogorov and Smirnov's: the largest gap between two samples' distributions, 0 to 1."""
+    if not len(first) or not len(second):
+        return float(bool(len(first)) != bool(len(second)))
+    one, two = np.sort(first), np.sort(second)
+    points = np.concatenate([one, two])
+    gaps = np.searchsorted(one, points, "right") / len(one) - np.searchsorted(
+        two, points, "right"
+    ) / len(two)
+    return float(np.abs(gaps).max())
+
+
+def dispersion(times: Iterable[float]) -> float:
+    """Index of dispersion of arrivals: variance over mean of the counts in bins of 1 s.
+
+    1 for a Poisson process, more where arrivals come in bursts.
+
+    Args:
+        times: Seconds from the start; any order.
+    """
+    counts = Counter(int(time) for time in times)
+    num_bins = max(counts, default=0) + 1
+    mean = counts.total() / num_bins
+    squares = sum(count * count for count in counts.values()) / num_bins
+    return (squares - mean * mean) / mean if mean else 0.0

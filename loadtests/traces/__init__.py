@@ -1,0 +1,1 @@
+"""Traces of traffic: lengths, times and shared prefixes, never text."""
