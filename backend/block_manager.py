@@ -3,13 +3,18 @@
 A block holds the keys and values of `block_size` tokens. Sequences hold blocks by reference
 count, so that equal prefixes share them. A freed block keeps its content, and stays findable, until
 it is taken again: least recently used first, the tail of a prefix before its head.
+
+What holding blocks costs is kept by the change, not by the step. Each block adds up what one of its
+holders has to pay since the block was first held, the integral of 1/k(t) dt while k hold it; a
+holder pays the difference between where it joined and where it leaves.
 """
 
 import hashlib
 import secrets
+import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from backend.sequence import Sequence
 
@@ -17,13 +22,32 @@ from backend.sequence import Sequence
 class Block:
     """One block of the KV cache. While it is published, `digest` and `token_ids` are set."""
 
-    __slots__ = ("block_id", "digest", "ref_count", "token_ids")
+    __slots__ = ("block_id", "digest", "ns_a_holder", "ref_count", "since", "token_ids")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.digest: bytes | None = None
         self.token_ids: list[int] | None = None
+        self.ns_a_holder = 0.0  # up to `since`, while it was held
+        self.since = 0  # when the number of holders last changed
+
+    def add_holder(self, now: int) -> float:
+        """Returns ns_a_holder, where the new one begins to pay."""
+        if self.ref_count:
+            self.ns_a_holder += (now - self.since) / self.ref_count
+        else:
+            self.ns_a_holder = 0.0
+        self.since = now
+        self.ref_count += 1
+        return self.ns_a_holder
+
+    def remove_holder(self, now: int) -> float:
+        """Returns ns_a_holder, up to which the old one pays."""
+        self.ns_a_holder += (now - self.since) / self.ref_count
+        self.since = now
+        self.ref_count -= 1
+        return self.ns_a_holder
 
 
 class BlockManager:
@@ -33,9 +57,16 @@ class BlockManager:
         num_blocks: Blocks in the KV cache.
         block_size: Tokens a block.
         prefix_cache: Whether full blocks are published for reuse.
+        clock: Integer ns.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = False) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_cache: bool = False,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.blocks = [Block(i) for i in range(num_blocks)]
@@ -43,6 +74,9 @@ class BlockManager:
         self._published: dict[bytes, Block] = {}
         # Unknown to callers, so that nobody can make a prompt whose hash meets another's.
         self._root = secrets.token_bytes(16)
+        self._clock = clock
+        self._used_block_ns = 0  # time integral of num_used_blocks, up to `_since`
+        self._since = clock()
 
     @property
     def num_blocks(self) -> int:
@@ -61,6 +95,11 @@ class BlockManager:
     def num_cached_blocks(self) -> int:
         """Published blocks, held by a sequence or not."""
         return len(self._published)
+
+    def used_block_ns(self) -> int:
+        """The time integral of `num_used_blocks`, in ns."""
+        self._note_used_blocks()
+        return self._used_block_ns
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -89,12 +128,14 @@ class BlockManager:
     def touch(self, sequence: Sequence, computed: list[int]) -> None:
         """Let a sequence that holds nothing yet start with these computed blocks."""
         assert not sequence.block_table
+        now = self._note_used_blocks()
         for block_id in computed:
             block = self.blocks[block_id]
             if block.ref_count == 0:
                 del self._free[block_id]
-            block.ref_count += 1
+            sequence.block_ns -= block.add_holder(now)
         sequence.block_table.extend(computed)
+        sequence.num_found_blocks = len(computed)
         sequence.num_published_blocks = len(computed)
         sequence.num_computed_tokens = len(computed) * self.block_size
 
@@ -104,12 +145,19 @@ class BlockManager:
         missing = self.blocks_for(num_tokens) - len(sequence.block_table)
         if missing > len(self._free):
             return False
+        if missing <= 0:
+            return True
+        now = self._note_used_blocks()
         for _ in range(missing):
             block_id, _ = self._free.popitem(last=False)
             block = self.blocks[block_id]
             self._withdraw(block)
-            block.ref_count = 1
+            sequence.block_ns -= block.add_holder(now)
             sequence.block_table.append(block_id)
+        num_held = len(sequence.block_table)
+        num_own = num_held - sequence.num_found_blocks
+        sequence.peak_blocks = max(sequence.peak_blocks, num_held)
+        sequence.peak_own_blocks = max(sequence.peak_own_blocks, num_own)
         return True
 
     def cache_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
@@ -137,9 +185,13 @@ class BlockManager:
 
     def trim(self, sequence: Sequence, num_tokens: int) -> None:
         """Take the blocks behind those of the first so many tokens from the sequence."""
-        for _ in range(len(sequence.block_table) - self.blocks_for(num_tokens)):
+        num_left = self.blocks_for(num_tokens)
+        if len(sequence.block_table) <= num_left:
+            return
+        now = self._note_used_blocks()
+        while len(sequence.block_table) > num_left:
             block = self.blocks[sequence.block_table.pop()]
-            block.ref_count -= 1
+            sequence.block_ns += block.remove_holder(now)
             if block.ref_count == 0:
                 self._free[block.block_id] = None
                 if block.digest is None:  # nothing to lose: the first to be taken again
@@ -159,6 +211,13 @@ class BlockManager:
             if block.digest is not None:
                 assert self._published[block.digest] is block
         assert sum(block.digest is not None for block in self.blocks) == len(self._published)
+
+    def _note_used_blocks(self) -> int:
+        """Before their number changes. Returns the time."""
+        now = self._clock()
+        self._used_block_ns += self.num_used_blocks * (now - self._since)
+        self._since = now
+        return now
 
     def _withdraw(self, block: Block) -> None:
         if block.digest is not None:

@@ -17,8 +17,11 @@ from backend.config import EngineConfig
 from backend.errors import InvalidArgument, Unavailable
 from backend.scheduler import ScheduledSequence, Scheduler
 from backend.sequence import EngineOutput, EngineRequest, FinishReason, SampledToken, Sequence
+from backend.usage import BusyTime, Shares, Totals
 
 logger = logging.getLogger("tritium")
+
+_TOTALS_NS = 1_000_000_000  # between two reports of where the time went
 
 
 class Runner(Protocol):
@@ -42,6 +45,7 @@ class _Step(NamedTuple):
 
     batch: list[ScheduledSequence]
     read: Callable[[], list[SampledToken]]
+    shares: Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,9 @@ class Engine:
         config: Limits.
         runner: Runs a step's batch and holds `num_blocks` blocks of KV cache.
         on_outputs: Called after a step, on the thread that stepped, with what is new.
+        busy_time: Shares the steps' time among the sequences.
+        on_totals: Called likewise, behind the outputs that they go with: once a second while
+            there is something to do, and when there is nothing any more.
     """
 
     def __init__(
@@ -75,12 +82,20 @@ class Engine:
         config: EngineConfig,
         runner: Runner,
         on_outputs: Callable[[list[EngineOutput]], None],
+        busy_time: BusyTime | None = None,
+        on_totals: Callable[[Totals], None] | None = None,
     ) -> None:
         self._config = config
         self._runner = runner
         self._on_outputs = on_outputs
+        self._on_totals = on_totals
+        self._busy_time = busy_time or BusyTime()
+        self._next_totals = 0
         self.block_manager = BlockManager(
-            runner.num_blocks, config.block_size, config.prefix_cache == "on"
+            runner.num_blocks,
+            config.block_size,
+            config.prefix_cache == "on",
+            self._busy_time.clock,
         )
         self.scheduler = Scheduler(
             self.block_manager,
@@ -175,6 +190,8 @@ class Engine:
 
     def step(self) -> list[EngineOutput]:
         """One step over what is there now: schedule, run, update."""
+        if not self.scheduler.has_unfinished():
+            self._busy_time.end_idle()
         outputs = self._take_inbox()
         batch = self.scheduler.schedule()
         before, self._in_flight = self._in_flight, self._launch(batch)
@@ -182,12 +199,13 @@ class Engine:
         if not self._runner.overlaps or self.scheduler.waits_for(batch):
             launched, self._in_flight = self._in_flight, None
             outputs += self._update(launched)
+        self._report_totals()
         return outputs
 
     def _launch(self, batch: list[ScheduledSequence]) -> _Step | None:
         if not batch:
             return None
-        step = _Step(batch, self._runner.launch(batch))
+        step = _Step(batch, self._runner.launch(batch), self._busy_time.shares(batch))
         self.scheduler.advance(batch)
         self._num_steps += 1
         self._num_computed_tokens += sum(scheduled.num_new_tokens for scheduled in batch)
@@ -196,7 +214,9 @@ class Engine:
     def _update(self, step: _Step | None) -> list[EngineOutput]:
         if step is None:
             return []
-        return self._hand_out(self.scheduler.update(step.batch, step.read()))
+        sampled = step.read()
+        self._busy_time.end_step(step.shares)
+        return self._hand_out(self.scheduler.update(step.batch, sampled))
 
     def start(self) -> None:
         """Step on a thread of the engine's own until `stop()`."""
@@ -217,6 +237,23 @@ class Engine:
             thread.join()
         self._take_inbox()
         self._end_all(self.scheduler.unfinished_ids(), FinishReason.SHUTDOWN, self._stopping)
+        self._report_totals()
+
+    def totals(self) -> Totals:
+        """Where the device's time has gone; on the thread that steps, or where none does."""
+        is_quiet = not self.scheduler.has_unfinished()
+        return self._busy_time.totals(self.block_manager.used_block_ns(), is_quiet)
+
+    def check_integrity(self) -> None:
+        """Assert that queues and blocks agree, and that every nanosecond is on one bill."""
+        self.scheduler.check_integrity()
+        self._busy_time.check_integrity(self.scheduler.unfinished())
+
+    def _report_totals(self) -> None:
+        now = self._busy_time.clock()
+        if self._on_totals and (now >= self._next_totals or not self.scheduler.has_unfinished()):
+            self._next_totals = now + _TOTALS_NS
+            self._on_totals(self.totals())
 
     def _run(self) -> None:
         try:
@@ -239,6 +276,7 @@ class Engine:
                 self.step()
             except Exception as error:
                 logger.exception("a step failed; its sequences end with an error")
+                self._busy_time.end_failed_step()
                 self._end_all(
                     self.scheduler.ids_in_step(),
                     FinishReason.ERROR,
@@ -266,6 +304,7 @@ class Engine:
     def _hand_out(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
         finished = sum(1 for output in outputs if output.finish_reason)
         if finished:
+            self._busy_time.close([output.figures for output in outputs])
             with self._wake:
                 self._num_unfinished -= finished
         if outputs:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from backend.block_manager import BlockManager
 from backend.sequence import (
     EngineOutput,
+    Figures,
     FinishReason,
     SampledToken,
     Sequence,
@@ -185,6 +186,9 @@ class Scheduler:
             for s in batch
         )
 
+    def unfinished(self) -> list[Sequence]:
+        return list(self._sequences.values())
+
     def unfinished_ids(self) -> list[int]:
         return list(self._sequences)
 
@@ -309,6 +313,7 @@ class Scheduler:
     def _preempt_last(self) -> Sequence:
         """Send the latest running sequence back to its place in the queue, to be recomputed."""
         victim = self.running.pop()
+        victim.num_lost_tokens = max(victim.num_lost_tokens, victim.num_computed_tokens)
         self.block_manager.free(victim)
         victim.status = SequenceStatus.WAITING
         victim.num_preemptions += 1
@@ -375,4 +380,5 @@ def _output(
         num_cached_tokens=sequence.num_cached_tokens,
         scheduled_time=sequence.scheduled_time,
         prompt_logprobs=sequence.prompt_logprobs,
+        figures=sequence.figures if reason else Figures(),
     )

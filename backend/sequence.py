@@ -126,6 +126,19 @@ class SampledToken(NamedTuple):
     logprobs: TokenLogprobs | None
 
 
+class Figures(NamedTuple):
+    """What a sequence used of the device, when it has ended."""
+
+    prefill_ns: int = 0
+    decode_ns: int = 0
+    recompute_ns: int = 0  # again, after preemption; on no one's bill
+    saved_ns: int = 0  # what computing its cached tokens would have taken, estimated
+    block_seconds: float = 0.0  # of KV blocks; one with k holders counts 1/k for each
+    peak_blocks: int = 0  # the most that it held at once
+    peak_own_blocks: int = 0  # the same without those that it found in the prefix cache
+    num_preemptions: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
     """What the engine hands back after a step, for each request that has something new."""
@@ -140,6 +153,7 @@ class EngineOutput:
     prompt_logprobs: list[SampledToken] = field(
         default_factory=list
     )  # all, from the first output on
+    figures: Figures = field(default_factory=Figures)  # with the finish reason
 
 
 @dataclass(slots=True, eq=False)
@@ -164,6 +178,7 @@ class Sequence:
     num_pending_tokens: int = 0  # set by the scheduler
     scheduled_time: float = 0.0  # set by the scheduler at the first admission
     num_preemptions: int = 0  # set by the scheduler
+    num_lost_tokens: int = 0  # that were computed before a preemption; set by the scheduler
     num_cached_tokens: int = 0  # set by the scheduler at the first admission
     prompt_logprobs: list[SampledToken] = field(default_factory=list)  # set by the model runner
     arrival: int = 0  # how many came before; set by the scheduler
@@ -175,6 +190,16 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks hashed so far
     num_published_blocks: int = 0  # leading blocks of block_table that others may find
+    num_found_blocks: int = 0  # leading blocks of block_table that it did not take itself
+    peak_blocks: int = 0
+    peak_own_blocks: int = 0
+    block_ns: float = 0.0  # of KV blocks, once it holds none
+
+    # -- owned by usage.py --
+    prefill_ns: int = 0
+    decode_ns: int = 0
+    recompute_ns: int = 0
+    saved_ns: int = 0
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
@@ -183,6 +208,20 @@ class Sequence:
     @property
     def request_id(self) -> int:
         return self.request.request_id
+
+    @property
+    def figures(self) -> Figures:
+        """For a sequence that holds no block any more."""
+        return Figures(
+            self.prefill_ns,
+            self.decode_ns,
+            self.recompute_ns,
+            self.saved_ns,
+            self.block_ns / 1e9,
+            self.peak_blocks,
+            self.peak_own_blocks,
+            self.num_preemptions,
+        )
 
     @property
     def num_tokens(self) -> int:

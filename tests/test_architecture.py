@@ -34,11 +34,12 @@ PURE = [
     "scheduler",
     "speculative",
     "block_manager",
+    "usage",
     "sampling_params",
     "structured_params",
     "output",
 ]
-ENGINE = ["engine", "sequence", "scheduler", "block_manager", "sampler", "model_runner"]
+ENGINE = ["engine", "sequence", "scheduler", "block_manager", "usage", "sampler", "model_runner"]
 FRONT = [
     "output",
     "protocol",

@@ -4,6 +4,7 @@ import pickle
 import sys
 import threading
 import time
+from itertools import count
 
 import pytest
 
@@ -11,6 +12,7 @@ from backend.engine import Engine
 from backend.errors import InvalidArgument, Unavailable
 from backend.sequence import EngineOutput, FinishReason, SampledToken, TokenLogprobs
 from backend.speculative import SpeculativeConfig
+from backend.usage import BusyTime
 from tests.helpers import Collector, CountingRunner, make_config, make_request
 
 CANCELLED, ERROR, LENGTH, SHUTDOWN = (
@@ -39,7 +41,9 @@ class FailingRunner(CountingRunner):
 
 def make_engine(runner=None, **changes) -> tuple[Engine, Collector]:
     collector = Collector()
-    return Engine(make_config(**changes), runner or CountingRunner(), collector), collector
+    busy_time = BusyTime(clock=count().__next__)  # the same sums in each run
+    config = make_config(**changes)
+    return Engine(config, runner or CountingRunner(), collector, busy_time), collector
 
 
 def submit(engine, request_id=0, max_tokens=3, prompt=(1, 2, 3), **fields):
@@ -50,7 +54,7 @@ def submit(engine, request_id=0, max_tokens=3, prompt=(1, 2, 3), **fields):
 def step_until_idle(engine, collector, num_requests):
     while len(collector.reasons) < num_requests:
         engine.step()
-        engine.scheduler.check_integrity()
+        engine.check_integrity()
 
 
 def assert_idle(engine):
