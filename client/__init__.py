@@ -3,10 +3,11 @@
 from client.base import Client, GenerationStream
 from client.grpc_client import GrpcClient
 from client.http_client import HttpClient
-from client.types import Delta, Generation, GenerationError, Usage
+from client.types import ConnectionLost, Delta, Generation, GenerationError, Usage
 
 __all__ = [
     "Client",
+    "ConnectionLost",
     "Delta",
     "Generation",
     "GenerationError",

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self, Unpack
 
 from client.request import RequestOptions, request_fields
-from client.types import Delta, Generation, GenerationError
+from client.types import ConnectionLost, Delta, Generation, GenerationError
 
 
 class GenerationStream(Iterator[Delta]):
@@ -29,7 +29,7 @@ class GenerationStream(Iterator[Delta]):
             if self._finished or self._cancelled:
                 raise
             # The connection or the server went down amid the answer.
-            raise GenerationError("UNAVAILABLE", "the answer broke off") from None
+            raise ConnectionLost("the answer broke off") from None
         except (GenerationError, TimeoutError):
             # What a transport reports while it is being torn down is our own doing.
             if self._cancelled:

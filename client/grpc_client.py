@@ -12,7 +12,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from client.base import Client, GenerationStream
-from client.types import Delta, GenerationError
+from client.types import ConnectionLost, Delta, GenerationError
 
 # gRPC doubles its pause between attempts up to two minutes, in which every call fails at once:
 # too long for someone who waits for a server to start.
@@ -88,5 +88,5 @@ def _generation_error(call: Any, url: str, timeout: float | None) -> GenerationE
         return TimeoutError(f"no complete answer from {url} within {timeout} s")
     if code is grpc.StatusCode.UNAVAILABLE:
         # Refused by the server or no way to it: gRPC does not tell, so say who it was about.
-        details = f"{url}: {details}"
+        return ConnectionLost(f"{url}: {details}")
     return GenerationError(code.name, details)

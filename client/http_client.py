@@ -18,7 +18,7 @@ from urllib.parse import quote, urlsplit
 
 from client.base import Client, GenerationStream
 from client.sse import parse_events
-from client.types import Delta, GenerationError
+from client.types import ConnectionLost, Delta, GenerationError
 
 # Triton Server's mapping of its codes, read backwards. Older ones (2.51) answer every error of the
 # generate endpoints with 400: there the message alone tells a full queue from a bad value.
@@ -107,7 +107,7 @@ class _Exchange:
     def _failure(self, error: OSError | HTTPException) -> GenerationError | TimeoutError:
         if isinstance(error, TimeoutError):
             return TimeoutError(f"no complete answer from {self._url} within {self._timeout} s")
-        return GenerationError("UNAVAILABLE", f"{self._url}: {error}")
+        return ConnectionLost(f"{self._url}: {error}")
 
 
 def _deltas(exchange: _Exchange) -> Iterator[Delta]:

@@ -35,6 +35,13 @@ class GenerationError(Exception):
         return cls(code, message)
 
 
+class ConnectionLost(GenerationError):
+    """There was no way to the server, or it went away amid an answer."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("UNAVAILABLE", message)
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What one answer cost, as the server measured it."""

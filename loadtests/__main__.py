@@ -2,14 +2,31 @@
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
+from backend.serve import ROOT
+from loadtests.replay.options import (
+    RATE_HELP,
+    add_plan_options,
+    add_target_options,
+    max_lag_of,
+    plan_of,
+    slo_of,
+    target_of,
+)
+from loadtests.replay.processes import ReplayError, replay
+from loadtests.replay.run import Record, load_run
+from loadtests.report.page import print_summaries, write_page, write_report
+from loadtests.report.summary import summarize
 from loadtests.traces.convert import SOURCES, convert, guess_source
 from loadtests.traces.describe import describe, description_table
-from loadtests.traces.format import TraceError, read_trace, write_trace
+from loadtests.traces.format import read_trace, write_trace
 from loadtests.traces.synthesize import Lengths, Shape, synthesize
 
 
@@ -85,16 +102,90 @@ def _synthesize(options: argparse.Namespace, console: Console) -> None:
     console.print(f"{options.output}: {count} requests")
 
 
+def _add_replay(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("replay", help="replay a trace against a server, and report")
+    parser.add_argument("trace", type=Path)
+    add_plan_options(parser)
+    add_target_options(parser)
+    parser.add_argument("--rate", type=float, nargs="+", default=[1.0], help=RATE_HELP)
+    parser.add_argument("--processes", type=int, default=1, help="of the client")
+    parser.add_argument("--output", type=Path, default=ROOT / "results/replay", help="folder")
+    parser.set_defaults(run=_replay)
+
+
+def _replay(options: argparse.Namespace, console: Console) -> None:
+    runs = []
+    for rate in options.rate:
+        plan = plan_of(options, rate)
+        target = target_of(options, options.processes)
+        several = len(options.rate) > 1
+        name = f"{options.trace.stem} x {rate:g}"
+        with _progress(console, name) as on_start_and_record:
+            run = replay(
+                name, plan, target, slo_of(options), max_lag_of(options), *on_start_and_record
+            )
+        folder = options.output / f"rate-{rate:g}" if several else options.output
+        print_summaries(console, [write_report(run, folder)])
+        console.print(f"{folder}/report.html")
+        runs.append(run)
+        if run.interrupted:
+            break
+    if len(runs) > 1:
+        write_page(runs, options.output / "report.html", options.trace.stem)
+        console.print(f"{options.output}/report.html")
+
+
+@contextmanager
+def _progress(
+    console: Console, name: str
+) -> Iterator[tuple[Callable[[int], None], Callable[[Record], None]]]:
+    """A bar of requests that have ended, and how many of them got no answer."""
+    columns = (
+        "{task.description}",
+        BarColumn(),
+        MofNCompleteColumn(),
+        "{task.fields[failures]} without an answer",
+        TimeElapsedColumn(),
+    )
+    failures = 0
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task(name, total=None, failures=0)
+
+        def record_ended(record: Record) -> None:
+            nonlocal failures
+            failures += record.outcome != "completed"
+            progress.update(bar, advance=1, failures=failures)
+
+        yield lambda total: progress.update(bar, total=total), record_ended
+
+
+def _add_compare(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("compare", help="put runs side by side")
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of replays")
+    parser.add_argument("--output", type=Path, default=ROOT / "results/compare.html")
+    parser.set_defaults(run=_compare)
+
+
+def _compare(options: argparse.Namespace, console: Console) -> None:
+    runs = [load_run(folder) for folder in options.runs]
+    for run, folder in zip(runs, options.runs, strict=True):
+        run.name = folder.name
+    print_summaries(console, [summarize(run) for run in runs])
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    write_page(runs, options.output, ", ".join(run.name for run in runs))
+    console.print(f"{options.output}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtests", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_convert, _add_describe, _add_synthesize):
+    for add in (_add_convert, _add_describe, _add_synthesize, _add_replay, _add_compare):
         add(commands)
     options = parser.parse_args()
     console = Console()
     try:
         options.run(options, console)
-    except (TraceError, ValueError, OSError) as error:
+    except (ReplayError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

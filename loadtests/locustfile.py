@@ -1,119 +1,174 @@
-"""Locust users that stream answers over gRPC and HTTP through the project's own client.
+"""Replay under locust, with its web UI or headless: one dispatcher in each of its processes.
 
-    locust -f loadtests/locustfile.py --headless -u 16 -r 16 -t 30s --host http://localhost:8000
+    locust -f loadtests/locustfile.py --trace trace.jsonl --url localhost:8001
+    locust -f loadtests/locustfile.py --trace trace.jsonl --headless --processes 2
 
-Locust's own tables show every request three times: as `ttft`, `tpot` and `e2e`. Failures are
-counted under `e2e`, and make the exit code 1.
+Locust's own loop is closed: a user waits for the answer before the next request. So its only user
+runs our dispatcher, which is open, and locust shows what comes back as `ttft`, `tpot` and `e2e`.
+The report is the same as that of `python -m loadtests replay`.
 """
 
-import itertools
+import multiprocessing
 import time
 from argparse import Namespace
-from collections import defaultdict
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 import grpc.experimental.gevent as grpc_gevent
-from locust import User, events, task
+import msgspec
+from locust import LoadTestShape, User, constant, events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
+from locust.runners import WorkerRunner
 from rich.console import Console
 
-from client import Client, GenerationError, GrpcClient, HttpClient
-from loadtests.summary import ProtocolStats, summary_table
-from loadtests.workload import Workload
+from backend.serve import ROOT
+from loadtests.replay.metrics import Scraper
+from loadtests.replay.options import (
+    add_plan_options,
+    add_target_options,
+    max_lag_of,
+    plan_of,
+    slo_of,
+    target_of,
+)
+from loadtests.replay.processes import dispatcher, new_run
+from loadtests.replay.run import Health, Record
+from loadtests.report.page import print_summaries, write_report
 
-# gRPC waits inside its C core, where gevent cannot see it: without this the first stream would
-# stop every other user. It comes before the first channel.
-grpc_gevent.init_gevent()
 
-STATS: defaultdict[str, ProtocolStats] = defaultdict(ProtocolStats)
+class _Shared:
+    """What the processes share; made before locust forks them."""
+
+    num_ready = multiprocessing.Value("i", 0)
+    start = multiprocessing.Value("d", 0.0)  # by time.perf_counter; 0: not yet
 
 
-class StreamingUser(User):
-    """Sends one request after another and reports ttft, tpot and e2e of each."""
+_records: list[Record] = []  # of all processes; in a worker, those that the master has not got
+_healths: list[Health] = []
 
-    abstract = True
-    protocol: ClassVar[str]
-    _numbers = itertools.count()
 
-    def __init__(self, environment: Environment) -> None:
-        super().__init__(environment)
-        options = environment.parsed_options
-        assert options is not None  # locust's own main sets them
-        self.client = self.make_client(options)
-        self.workload = Workload(f"{options.seed}/{self.protocol}/{next(self._numbers)}")
+class Replay(LoadTestShape):
+    """One user in each process, until all of the plan is replayed."""
 
-    def make_client(self, options: Namespace) -> Client:
-        """Make a client of this user's protocol."""
-        raise NotImplementedError
+    def tick(self) -> tuple[int, float] | None:
+        """Return (users, users started a second), None at the end."""
+        assert self.runner
+        shares = _num_shares(self.runner.environment)
+        return None if len(_healths) >= shares else (shares, float(shares))
+
+
+class ReplayUser(User):
+    """Replays its process's share of the plan."""
+
+    wait_time = constant(1e9)  # once
 
     @task
-    def generate(self) -> None:
-        """Stream one answer."""
-        stats = STATS[self.protocol]
-        request = self.workload.next_request()
-        start = time.perf_counter()
-        try:
-            with self.client.stream(request.prompt, sampling=request.sampling) as stream:
-                timing = stats.measure(stream, start)
-        except (GenerationError, TimeoutError) as error:
-            stats.num_failures += 1
-            self._report("e2e", (time.perf_counter() - start) * 1000, error=error)
-            time.sleep(1)  # a user who is turned away does not come back at once
-            return
-        self._report("ttft", timing.ttft)
-        if timing.tpot is not None:
-            self._report("tpot", timing.tpot)
-        self._report("e2e", timing.e2e)
+    def replay(self) -> None:
+        """Send all requests at their times."""
+        # gRPC waits inside its C core, where gevent cannot see it: without this the first stream
+        # would stop every other one. It comes before the first channel, and behind locust's fork.
+        grpc_gevent.init_gevent()
+        options, runner = _options(self.environment), self.environment.runner
+        shares = _num_shares(self.environment)
+        share = runner.worker_index if isinstance(runner, WorkerRunner) else 0
+        plan, target = plan_of(options, options.rate), target_of(options, shares)
+        sending = dispatcher(plan, target, share, shares, self._record_ended)
+        sending.wait_until_ready()
+        with _Shared.num_ready.get_lock():
+            _Shared.num_ready.value += 1
+            if _Shared.num_ready.value == shares:
+                _Shared.start.value = time.perf_counter() + 0.5
+        while not _Shared.start.value:
+            time.sleep(0.05)
+        _healths.append(sending.run(_Shared.start.value))
 
-    def _report(self, name: str, milliseconds: float, error: Exception | None = None) -> None:
+    def _record_ended(self, record: Record) -> None:
+        _records.append(record)
+        if record.outcome != "completed":
+            self._fire("e2e", record.e2e, RuntimeError(record.error))
+            return
+        self._fire("ttft", record.ttft)
+        if record.tpot is not None:
+            self._fire("tpot", record.tpot)
+        self._fire("e2e", record.e2e)
+
+    def _fire(self, name: str, seconds: float, error: Exception | None = None) -> None:
         self.environment.events.request.fire(
-            request_type=self.protocol,
+            request_type="replay",
             name=name,
-            response_time=milliseconds,
+            response_time=seconds * 1000,
             response_length=0,
             exception=error,
             context={},
         )
 
 
-class GrpcUser(StreamingUser):
-    """Streams over gRPC."""
-
-    protocol = "gRPC"
-
-    def make_client(self, options: Namespace) -> Client:
-        """Connect to --grpc-url."""
-        return GrpcClient(options.grpc_url, options.model)
+def _options(environment: Environment) -> Namespace:
+    assert environment.parsed_options  # locust's own main sets them
+    return environment.parsed_options
 
 
-class HttpUser(StreamingUser):
-    """Streams over HTTP, to --host."""
-
-    protocol = "HTTP"
-    host = "http://localhost:8000"
-
-    def make_client(self, options: Namespace) -> Client:
-        """Connect to --host."""
-        return HttpClient(self.host or "", options.model)
+def _num_shares(environment: Environment) -> int:
+    return _options(environment).processes or 1
 
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser, **_: Any) -> None:
-    """Add what locust's own options lack."""
-    parser.add_argument("--grpc-url", default="localhost:8001", help="host:port of gRPC")
-    parser.add_argument("--model", default="smollm2", help="name of the model")
-    parser.add_argument("--seed", default="0", help="seed of prompts and lengths")
+    """Add those of a replay."""
+    parser.add_argument("--trace", type=Path, required=True, help="that is replayed")
+    parser.add_argument("--rate", type=float, default=1.0, help="how much faster time runs")
+    parser.add_argument("--output", type=Path, default=ROOT / "results/locust", help="folder")
+    add_plan_options(parser)
+    add_target_options(parser)
 
 
-@events.quitting.add_listener
-def fail_when_nothing_finished(environment: Environment, **_: Any) -> None:
-    """Give a run without a single answer a bad exit code, even if it had no failure either."""
-    if not any(stats.timings for stats in STATS.values()):
+@events.report_to_master.add_listener
+def send_records(data: dict[str, Any], **_: Any) -> None:
+    """In a worker: add what has come back to what locust tells the master."""
+    data["replay"] = msgspec.json.encode((_records, _healths)).decode()
+    _records.clear()
+    _healths.clear()
+
+
+@events.worker_report.add_listener
+def receive_records(data: dict[str, Any], **_: Any) -> None:
+    """In the master."""
+    records, healths = msgspec.json.decode(data["replay"], type=tuple[list[Record], list[Health]])
+    _records.extend(records)
+    _healths.extend(healths)
+
+
+_scrapers: list[Scraper] = []
+
+
+@events.test_start.add_listener
+def begin(environment: Environment, **_: Any) -> None:
+    """Forget an earlier test, and watch the server."""
+    _records.clear()
+    _healths.clear()
+    if isinstance(environment.runner, WorkerRunner):
+        return
+    _Shared.num_ready.value, _Shared.start.value = 0, 0.0
+    target = target_of(_options(environment), 1)
+    _scrapers.append(Scraper(target.metrics_url, target.model))
+    _scrapers[-1].start()
+
+
+@events.test_stop.add_listener
+def report(environment: Environment, **_: Any) -> None:
+    """Write the report, and give an invalid run or one without an answer a bad exit code."""
+    if isinstance(environment.runner, WorkerRunner):
+        return
+    options = _options(environment)
+    shares = _num_shares(environment)
+    plan, target = plan_of(options, options.rate), target_of(options, shares)
+    run = new_run(options.trace.stem, plan, target, slo_of(options), max_lag_of(options))
+    run.samples = _scrapers.pop().stop(_Shared.start.value)
+    run.records = sorted(_records, key=lambda record: record.index)
+    run.healths = list(_healths)
+    run.interrupted = len(_healths) < shares
+    summary = write_report(run, options.output)
+    print_summaries(Console(), [summary])
+    if summary.invalid or not summary.completed:
         environment.process_exit_code = 1
-
-
-@events.quit.add_listener
-def print_summary(**_: Any) -> None:
-    """Print the table below locust's own."""
-    Console().print(summary_table(STATS))

@@ -14,16 +14,23 @@ def percentile(values: Iterable[float], percent: float) -> float:
     return ordered[max(0, int(-(-len(ordered) * percent // 100)) - 1)]
 
 
-def ks_distance(first: Sequence[float], second: Sequence[float]) -> float:
-    """Kolmogorov and Smirnov's: the largest gap between two samples' distributions, 0 to 1."""
+def ks_distance(first: Sequence[float], second: Sequence[float], tolerance: float = 0.0) -> float:
+    """Kolmogorov and Smirnov's: the largest gap between two samples' distributions, 0 to 1.
+
+    Args:
+        tolerance: By how much a value may be off before it counts as another.
+    """
     if not len(first) or not len(second):
         return float(bool(len(first)) != bool(len(second)))
     one, two = np.sort(first), np.sort(second)
-    points = np.concatenate([one, two])
-    gaps = np.searchsorted(one, points, "right") / len(one) - np.searchsorted(
-        two, points, "right"
-    ) / len(two)
-    return float(np.abs(gaps).max())
+
+    def ahead(of: np.ndarray, behind: np.ndarray) -> float:
+        shares = np.arange(1, len(of) + 1) / len(of)
+        return float(
+            (shares - np.searchsorted(behind, of + tolerance, "right") / len(behind)).max()
+        )
+
+    return max(ahead(one, two), ahead(two, one), 0.0)
 
 
 def dispersion(times: Iterable[float]) -> float:

