@@ -93,10 +93,12 @@ $(VENV)-vllm-backend/.tried: $(VENV)-vllm/.tried
 bench-front: setup
 	$(PY) -m loadtests.front $(ARGS)
 
+# 30 s of made-up traffic against a served model
 loadtest: setup
-	$(VENV)/bin/locust -f loadtests/locustfile.py --headless --only-summary \
-		--users 16 --spawn-rate 16 --run-time 30s \
-		--host http://localhost:$(HTTP_PORT) --grpc-url localhost:$(GRPC_PORT) $(ARGS)
+	$(PY) -m loadtests synthesize results/loadtest.jsonl --requests 120 --rate 4 --dispersion 3 \
+		--input-length 100 400 --output-length 30 100 --hit-ratio 0.3
+	$(PY) -m loadtests replay results/loadtest.jsonl --url localhost:$(GRPC_PORT) \
+		--metrics-url http://localhost:$(METRICS_PORT)/metrics --output results/loadtest $(ARGS)
 
 # At most 10 minutes on one GPU; also without this environment: python3 -m benchmarks.gpu_check
 gpu-check: setup

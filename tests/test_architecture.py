@@ -50,6 +50,7 @@ FRONT = [
     "structured_params",
     "tools",
     "metrics",
+    "trace",
     "triton_model",
 ]
 

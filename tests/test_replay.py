@@ -7,10 +7,12 @@ import subprocess
 import threading
 import time
 from itertools import count
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from backend.trace import TraceRequest
 from client import ConnectionLost, Delta, GenerationError, GenerationStream
 from client.types import Usage
 from loadtests.replay.dispatch import Dispatcher
@@ -20,7 +22,7 @@ from loadtests.replay.run import Health, Record, Run, Sample, Slo, load_run
 from loadtests.report.page import write_page, write_report
 from loadtests.report.summary import Distribution, summarize
 from loadtests.traces.describe import describe
-from loadtests.traces.format import TraceRequest, write_trace
+from loadtests.traces.format import check, write_trace
 
 TRACE = [
     TraceRequest(0, 700, 20, [1, 2], session_id="a"),
@@ -63,7 +65,7 @@ def test_a_plan_at_a_scale(trace):
         (17, 34, 1),
     ]
     for p in planned:
-        p.as_trace().check()
+        check(p.as_trace())
 
 
 @pytest.mark.parametrize(
@@ -249,7 +251,7 @@ def run_of(records, **fields):
     return Run(
         name="run",
         url="localhost:1",
-        plan=Plan("trace.jsonl"),
+        plan=Plan(Path("trace.jsonl")),
         source=found,
         planned=found,
         max_lag=0.05,

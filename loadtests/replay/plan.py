@@ -6,7 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.traces.format import TraceRequest, read_trace
+from backend.trace import TraceRequest
+from loadtests.traces.format import read_trace
 
 
 class Planned(msgspec.Struct, frozen=True):

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
+from backend.trace import TraceRequest
 from loadtests.traces.format import (
     BadRow,
     TraceError,
-    TraceRequest,
     in_order,
     parse_line,
     read_rows,

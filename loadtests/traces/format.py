@@ -1,16 +1,15 @@
-"""The trace format: Mooncake's JSON lines (https://github.com/kvcache-ai/Mooncake) and some fields.
+"""Traces in files: one request a line, in order of time. backend/trace.py has the fields.
 
-    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
-
-One request a line, in order of time. Each hash id stands for `hash_block_size` tokens of the prompt
-and all before them, so equal ids are equal prefixes; the last block may be part empty.
+{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
 """
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import msgspec
+
+from backend.trace import TraceRequest
 
 
 class TraceError(ValueError):
@@ -24,30 +23,18 @@ class BadRow(NamedTuple):
     reason: str
 
 
-class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One request of a trace; the fields behind `hash_ids` are ours."""
+def check(request: TraceRequest) -> None:
+    """Refuse hash ids that don't cover the prompt.
 
-    timestamp: Annotated[float, msgspec.Meta(ge=0)]  # ms
-    input_length: Annotated[int, msgspec.Meta(ge=1)]  # tokens
-    output_length: Annotated[int, msgspec.Meta(ge=1)]
-    hash_ids: list[int] = []
-    hash_block_size: Annotated[int, msgspec.Meta(ge=1)] = 512
-    business_line: str = ""
-    request_class: str = ""
-    session_id: str = ""
-
-    def check(self) -> None:
-        """Refuse hash ids that don't cover the prompt.
-
-        Raises:
-            ValueError: with the numbers.
-        """
-        covered = len(self.hash_ids) * self.hash_block_size
-        if self.hash_ids and covered < self.input_length:
-            raise ValueError(
-                f"{len(self.hash_ids)} hash_ids of {self.hash_block_size} tokens cover {covered}, "
-                f"but input_length is {self.input_length}"
-            )
+    Raises:
+        ValueError: with the numbers.
+    """
+    covered = len(request.hash_ids) * request.hash_block_size
+    if request.hash_ids and covered < request.input_length:
+        raise ValueError(
+            f"{len(request.hash_ids)} hash_ids of {request.hash_block_size} tokens cover "
+            f"{covered}, but input_length is {request.input_length}"
+        )
 
 
 _DECODER = msgspec.json.Decoder(TraceRequest)
@@ -60,7 +47,7 @@ def parse_line(line: bytes) -> TraceRequest:
         ValueError: what is wrong with it.
     """
     request = _DECODER.decode(line)  # its errors are ValueErrors that name the field
-    request.check()
+    check(request)
     return request
 
 
@@ -102,6 +89,7 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> int:
     """Write a trace and return the number of its requests."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     encoder = msgspec.json.Encoder()
     count = 0
     with path.open("wb") as file:
