@@ -12,7 +12,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet
 CLIENTS := $(VENV)-clients
 CLIENTS_PIP := $(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: setup clients serve test test-aiperf lint format bench bench-front bench-peers peers loadtest gpu-check roofline cpu-steps quality kernel-table clean
+.PHONY: setup clients serve test test-aiperf lint format bench bench-front bench-peers peers loadtest tune gains gpu-check roofline cpu-steps quality kernel-table clean
 
 setup: $(VENV)/.installed
 
@@ -99,6 +99,14 @@ loadtest: setup
 		--input-length 100 400 --output-length 30 100 --hit-ratio 0.3
 	$(PY) -m loadtests replay results/loadtest.jsonl --url localhost:$(GRPC_PORT) \
 		--metrics-url http://localhost:$(METRICS_PORT)/metrics --output results/loadtest $(ARGS)
+
+# Which limits suit a trace: make tune ARGS="trace.jsonl --slo-ttft-ms 500 --slo-tpot-ms 100"
+tune: setup
+	$(PY) -m loadtests.tune $(ARGS)
+
+# What each idea gains on a trace: make gains ARGS="trace.jsonl --input-scale 0.25"
+gains: setup
+	$(PY) -m loadtests.gains $(ARGS)
 
 # At most 10 minutes on one GPU; also without this environment: python3 -m benchmarks.gpu_check
 gpu-check: setup

@@ -18,26 +18,25 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from google.protobuf import text_format
 from rich.console import Console
 from transformers.generation.streamers import BaseStreamer
-from tritonclient.grpc import model_config_pb2
 
 from backend.config import EngineConfig
-from backend.engine import Engine
+from backend.engine import Engine, EngineStats
 from backend.model_runner import ModelRunner
 from backend.models.loader import resolve
 from backend.sequence import EngineOutput, EngineRequest
 from backend.serve import ROOT, TritonServer
 from backend.tokenizer import Tokenizer
 from client import GrpcClient
+from loadtests.model_folder import read_config
 from loadtests.results import Goal, Result, report, save
 from loadtests.transformers_model import transformers_model
 
@@ -86,14 +85,24 @@ def long_tailed_workload(prompts: Prompts) -> list[Request]:
 
 
 class Alone:
-    """The engine without server or threads."""
+    """The engine without server or threads.
 
-    def __init__(self, config: EngineConfig, runner: ModelRunner) -> None:
+    Args:
+        on_step: Told of the engine's state after each step.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        on_step: Callable[[EngineStats], None] = lambda stats: None,
+    ) -> None:
         self._config = config
         self._runner = runner
+        self._on_step = on_step
 
-    def continuous(self, requests: list[Request], concurrency: int) -> Result:
-        result = Result("engine", concurrency)
+    def continuous(self, requests: list[Request], concurrency: int, way: str = "engine") -> Result:
+        result = Result(way, concurrency)
         self._run(result, requests, requests, concurrency)
         return result
 
@@ -136,6 +145,7 @@ class Alone:
         while unfinished:
             outputs: list[EngineOutput] = engine.step()
             now = time.perf_counter()
+            self._on_step(engine.stats())
             for output in outputs:
                 moments[output.request_id] += [now] * len(output.tokens)
                 if output.finish_reason:
@@ -223,15 +233,6 @@ def transformers_one_by_one(path: Path, dtype: torch.dtype, requests: list[Reque
         result.add(start, first, rest[-1], request.num_output_tokens)
     result.seconds = time.perf_counter() - begin
     return result
-
-
-def read_config() -> EngineConfig:
-    """The configuration that the server under test has."""
-    text = (ROOT / "model_repository/smollm2/config.pbtxt").read_text()
-    parameters = text_format.Parse(text, model_config_pb2.ModelConfig()).parameters
-    return EngineConfig.from_parameters(
-        {name: {"string_value": value.string_value} for name, value in parameters.items()}
-    )
 
 
 def measure(num_single_requests: int, num_rounds: int, log: Path) -> Iterator[Result]:
