@@ -2,7 +2,8 @@
 
 A block holds the keys and values of `block_size` tokens. Sequences hold blocks by reference
 count, so that equal prefixes share them. A freed block keeps its content, and stays findable, until
-it is taken again: least recently used first, the tail of a prefix before its head.
+it is taken again: least recently used first, the tail of a prefix before its head. Free blocks can
+be promised to a sequence: nobody else gets them.
 
 What holding blocks costs is kept by the change, not by the step. Each block adds up what one of its
 holders has to pay since the block was first held, the integral of 1/k(t) dt while k hold it; a
@@ -15,6 +16,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 from backend.sequence import Sequence
 
@@ -72,6 +74,8 @@ class BlockManager:
         self.blocks = [Block(i) for i in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._published: dict[bytes, Block] = {}
+        self.num_promises = 0  # sequences that have one
+        self.num_promised_blocks = 0  # free ones, for those
         # Unknown to callers, so that nobody can make a prompt whose hash meets another's.
         self._root = secrets.token_bytes(16)
         self._clock = clock
@@ -86,6 +90,11 @@ class BlockManager:
     def num_free_blocks(self) -> int:
         """Blocks that no sequence holds, with reusable content or without."""
         return len(self._free)
+
+    @property
+    def num_available_blocks(self) -> int:
+        """The free ones that are promised to nobody."""
+        return len(self._free) - self.num_promised_blocks
 
     @property
     def num_used_blocks(self) -> int:
@@ -119,11 +128,15 @@ class BlockManager:
             computed.append(block.block_id)
         return computed
 
-    def can_admit(self, sequence: Sequence, computed: list[int]) -> bool:
-        """Whether all the tokens that the sequence has now would fit, given its computed blocks."""
+    def num_missing_blocks(self, computed: list[int], num_tokens: int) -> int:
+        """Free blocks that a sequence needs to hold so many tokens, given its computed blocks."""
         revived = sum(1 for block_id in computed if self.blocks[block_id].ref_count == 0)
-        missing = self.blocks_for(sequence.num_tokens) - len(computed)
-        return missing <= self.num_free_blocks - revived
+        return self.blocks_for(num_tokens) - len(computed) + revived
+
+    def num_exclusive_blocks(self, sequences: Iterable[Sequence]) -> int:
+        """Blocks that nobody but one of these sequences holds."""
+        tables = chain.from_iterable(sequence.block_table for sequence in sequences)
+        return sum(1 for block_id in tables if self.blocks[block_id].ref_count == 1)
 
     def touch(self, sequence: Sequence, computed: list[int]) -> None:
         """Let a sequence that holds nothing yet start with these computed blocks."""
@@ -139,11 +152,19 @@ class BlockManager:
         sequence.num_published_blocks = len(computed)
         sequence.num_computed_tokens = len(computed) * self.block_size
 
+    def promise(self, sequence: Sequence, num_tokens: int) -> None:
+        """Keep as many blocks free as the sequence lacks for so many tokens, until it ends."""
+        sequence.num_promised_blocks = self.blocks_for(num_tokens)
+        self.num_promises += 1
+        self.num_promised_blocks += _num_owed(sequence)
+        assert self.num_promised_blocks <= self.num_free_blocks
+
     def allocate(self, sequence: Sequence, num_new_tokens: int) -> bool:
         """Give the sequence blocks for its next tokens, or change nothing and return False."""
         num_tokens = sequence.num_computed_tokens + num_new_tokens
         missing = self.blocks_for(num_tokens) - len(sequence.block_table)
-        if missing > len(self._free):
+        owed = _num_owed(sequence)
+        if missing > self.num_available_blocks + owed:
             return False
         if missing <= 0:
             return True
@@ -158,6 +179,7 @@ class BlockManager:
         num_own = num_held - sequence.num_found_blocks
         sequence.peak_blocks = max(sequence.peak_blocks, num_held)
         sequence.peak_own_blocks = max(sequence.peak_own_blocks, num_own)
+        self.num_promised_blocks -= owed - _num_owed(sequence)
         return True
 
     def cache_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
@@ -178,13 +200,18 @@ class BlockManager:
         sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)
 
     def free(self, sequence: Sequence) -> None:
-        """Take all blocks from the sequence."""
+        """Take all blocks from the sequence, and what it was promised."""
+        if sequence.num_promised_blocks:
+            self.num_promises -= 1
+            self.num_promised_blocks -= _num_owed(sequence)
+            sequence.num_promised_blocks = 0
         self.trim(sequence, 0)
         sequence.num_published_blocks = 0
         sequence.num_computed_tokens = 0
 
     def trim(self, sequence: Sequence, num_tokens: int) -> None:
         """Take the blocks behind those of the first so many tokens from the sequence."""
+        owed = _num_owed(sequence)
         num_left = self.blocks_for(num_tokens)
         if len(sequence.block_table) <= num_left:
             return
@@ -196,10 +223,15 @@ class BlockManager:
                 self._free[block.block_id] = None
                 if block.digest is None:  # nothing to lose: the first to be taken again
                     self._free.move_to_end(block.block_id, last=False)
+        self.num_promised_blocks += _num_owed(sequence) - owed
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Assert that reference counts, free list and published blocks agree with the holders."""
+        """Assert that reference counts, free list, promises and published blocks agree with the
+        holders."""
         holders = [0] * len(self.blocks)
+        sequences = list(sequences)
+        assert self.num_promises == sum(bool(s.num_promised_blocks) for s in sequences)
+        assert self.num_promised_blocks == sum(map(_num_owed, sequences)) <= self.num_free_blocks
         for sequence in sequences:
             assert len(set(sequence.block_table)) == len(sequence.block_table)
             assert len(sequence.block_table) * self.block_size >= sequence.num_computed_tokens
@@ -239,3 +271,8 @@ class BlockManager:
 
 def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
+
+
+def _num_owed(sequence: Sequence) -> int:
+    """Blocks that the sequence was promised and does not have yet."""
+    return max(sequence.num_promised_blocks - len(sequence.block_table), 0)

@@ -70,6 +70,30 @@ class EngineConfig(BaseModel):
     max_queue_size: int = Field(
         256, ge=0, description="requests that may wait beyond those that can run; more are refused"
     )
+    max_preemptions: int = Field(
+        3,
+        ge=0,
+        description="how often a request may give its KV blocks to others and be recomputed; then "
+        "it runs only with all the blocks promised that it can need",
+    )
+    reserve_blocks_per_seq: int = Field(
+        1,
+        ge=0,
+        description="KV blocks that admission leaves free for each request that runs, so that it "
+        "can grow",
+    )
+    max_bypasses: int = Field(
+        16,
+        ge=0,
+        description="how many may be admitted before one that came first but does not fit into "
+        "the KV cache yet",
+    )
+    ageing_seconds: float = Field(
+        30.0,
+        ge=0,
+        description="after which a request that waits goes before all others, whatever its class "
+        "and priority, in an eighth of the places",
+    )
     block_size: int = Field(16, ge=1, description="tokens in a block of the KV cache")
     kv_cache_memory: Annotated[int, BeforeValidator(_parse_bytes)] | None = Field(
         None, description="bytes of the KV cache, as 1073741824, 512MiB or 2GB"

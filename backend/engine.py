@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from backend.block_manager import BlockManager
 from backend.config import EngineConfig
 from backend.errors import InvalidArgument, Unavailable
-from backend.scheduler import ScheduledSequence, Scheduler
+from backend.scheduler import Policy, ScheduledSequence, Scheduler
 from backend.sequence import EngineOutput, EngineRequest, FinishReason, SampledToken, Sequence
 from backend.usage import BusyTime, Shares, Totals
 
@@ -102,6 +102,12 @@ class Engine:
             config.max_num_seqs,
             config.max_num_batched_tokens,
             config.speculative_config,
+            Policy(
+                config.max_preemptions,
+                config.reserve_blocks_per_seq,
+                config.max_bypasses,
+                config.ageing_seconds,
+            ),
         )
         self._inbox: deque[EngineRequest | int] = deque()  # to add, or the id to abort
         self._wake = threading.Condition()
@@ -184,15 +190,15 @@ class Engine:
             num_preemptions=self.scheduler.num_preemptions,
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed_tokens,
-            num_draft_tokens=self.scheduler.num_draft_tokens,
-            num_accepted_tokens=self.scheduler.num_accepted_tokens,
+            num_draft_tokens=self.scheduler.drafts.num_tokens,
+            num_accepted_tokens=self.scheduler.drafts.num_accepted_tokens,
         )
 
     def step(self) -> list[EngineOutput]:
         """One step over what is there now: schedule, run, update."""
         if not self.scheduler.has_unfinished():
             self._busy_time.end_idle()
-        outputs = self._take_inbox()
+        outputs = self._take_inbox() + self._hand_out(self.scheduler.expire())
         batch = self.scheduler.schedule()
         before, self._in_flight = self._in_flight, self._launch(batch)
         outputs += self._update(before)

@@ -28,7 +28,7 @@ from backend.engine import Engine, EngineStats, Runner
 from backend.errors import Cancelled, InvalidArgument, RequestError, Unavailable
 from backend.output import RequestOutput, Usage
 from backend.protocol import GenerationRequest, parse, response_tensors
-from backend.sequence import EngineOutput, EngineRequest, FinishReason
+from backend.sequence import EngineOutput, EngineRequest, FinishReason, RequestClass
 from backend.structured import Grammar, GrammarCompiler
 from backend.tokenizer import Tokenizer
 
@@ -319,6 +319,7 @@ class Front:
             ),
             grammar=grammar,
             repetition_detection=detection,
+            request_class=RequestClass[request.request_class.upper()],
             priority=sampling.priority,
             speculative=self._speculates(sampling.speculative),
             lora=lora,

@@ -2,68 +2,65 @@
 
 import time
 from bisect import insort
-from itertools import count, islice, zip_longest
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from itertools import count, islice, takewhile, zip_longest
 from typing import NamedTuple
 
 from backend.block_manager import BlockManager
+from backend.deadlines import Deadlines
+from backend.drafts import Drafts
 from backend.sequence import (
     EngineOutput,
     Figures,
     FinishReason,
+    RequestClass,
     SampledToken,
+    ScheduledSequence,
     Sequence,
     SequenceStatus,
 )
-from backend.speculative import NgramProposer, SpeculativeConfig
+from backend.speculative import SpeculativeConfig
+from backend.waiting_queue import WaitingQueue
 
 
-class ScheduledSequence(NamedTuple):
-    """A sequence's part of a step, fixed when the step is scheduled."""
+class Policy(NamedTuple):
+    """Who goes first, and who gives way how often."""
 
-    sequence: Sequence
-    start: int  # the step computes tokens [start, end)
-    end: int
-    samples: bool  # whether that reaches the sequence's last token, and so yields the next one
-    draft_token_ids: tuple[int, ...] = ()  # the last of them, behind the sequence's own
-
-    @property
-    def num_new_tokens(self) -> int:
-        return self.end - self.start
-
-    @property
-    def num_samples(self) -> int:
-        """Tokens that the step yields: the one behind the sequence's last, and behind each
-        draft token the one that would follow, were it right."""
-        return 1 + len(self.draft_token_ids) if self.samples else 0
-
-    def with_draft(self, draft_token_ids: list[int]) -> "ScheduledSequence":
-        end = self.end + len(draft_token_ids)
-        return self._replace(end=end, draft_token_ids=tuple(draft_token_ids))
-
-    @classmethod
-    def of(cls, sequence: Sequence, num_new_tokens: int) -> "ScheduledSequence":
-        """The next tokens of a sequence."""
-        start = sequence.num_computed_tokens
-        end = start + num_new_tokens
-        return cls(sequence, start, end, end == sequence.num_tokens)
+    max_preemptions: int = 3  # of one sequence; then it runs only with all its blocks promised
+    reserve_blocks_per_seq: int = 0  # that admission leaves free for each that runs
+    max_bypasses: int = 16  # of one that lacks blocks, by later ones that don't
+    ageing_seconds: float = 30.0  # after which who waits may be promoted
 
 
 class Scheduler:
     """Continuous batching under one token budget, without phases.
 
     Each sequence has `num_tokens` and `num_computed_tokens`, and a step lets the second catch up
-    with the first. Running sequences come first, so a long prompt can't stall them: it is computed
-    in chunks of what the budget leaves. Then waiting sequences fill the places that are free.
+    with the first. Classes come one after the other, in each those that run before those that
+    wait; but each leaves a token of the budget for everyone who runs behind it. So a long prompt
+    can't stall the others: it is computed in chunks of what the budget leaves.
 
-    Only the last running sequence can have more than one token to compute: whoever does not get
-    all of its tokens has used up the budget, and nobody is admitted behind it. What is left of the
-    budget and of the free blocks then may go to draft tokens.
+    Only the last one of a class that runs can have more than one token to compute: whoever does not
+    get all of its tokens has used up the budget, and nobody is admitted behind it. What is left of
+    the budget and of the free blocks then may go to draft tokens.
+
+    Who lacks a block takes it from the latest one of the lowest class; who waits takes only from
+    lower classes. Nobody is held up for ever:
+
+    - A sequence is preempted at most `max_preemptions` times; then it runs only with all the blocks
+      promised that it can need.
+    - Whoever has waited for `ageing_seconds` is promoted to the front of the first class, the one
+      that has waited longest first, as long as at most an eighth of the places is for such ones.
+    - One that does not fit is bypassed at most `max_bypasses` times; then the others wait with it.
 
     Args:
         block_manager: Gives and takes the KV cache's blocks.
         max_num_seqs: Sequences that run at once.
         max_num_batched_tokens: Tokens that a step computes, at least `max_num_seqs`.
         speculative: How drafts are made; None: there are none.
+        policy: The bounds above; None: the defaults.
+        clock: Seconds; `Deadline.time` is by it.
     """
 
     def __init__(
@@ -72,27 +69,32 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         speculative: SpeculativeConfig | None = None,
+        policy: Policy | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.speculative = speculative
-        self.waiting: list[Sequence] = []  # by priority, then arrival
-        self.running: list[Sequence] = []
+        self.policy = policy or Policy()
+        self.drafts = Drafts(speculative, block_manager)
+        self.deadlines = Deadlines()
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []  # by class, then admission
+        self.newly_admitted: list[Sequence] = []  # for the first time, in the last step
         self.num_preemptions = 0
-        self.num_draft_tokens = 0  # that were verified
-        self.num_accepted_tokens = 0  # of them
         self._sequences: dict[int, Sequence] = {}  # all unfinished ones
         self._arrivals = count()
+        self._admissions = count()
+        self._num_skipped = 0  # at the head of the queue, as they don't fit into this step
+        self._clock = clock
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; one that forks another waits until that one's prompt is computed."""
         self._sequences[sequence.request_id] = sequence
         sequence.arrival = next(self._arrivals)
-        request = sequence.request
-        if self.speculative and request.speculative and not request.needs_history:
-            sequence.proposer = NgramProposer(self.speculative)
+        self.deadlines.add(sequence)
+        self.drafts.add_proposer(sequence)
         fork_of = sequence.request.fork_of
         leader = None if fork_of is None else self._sequences.get(fork_of)
         sequence.leader = leader
@@ -104,6 +106,13 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._sequences)
 
+    def expire(self) -> list[EngineOutput]:
+        """End those that have missed a deadline, before a step is spent on them."""
+        outputs = []
+        for sequence, deadline in self.deadlines.missed(self._clock(), self._sequences):
+            outputs += self.end(sequence.request_id, FinishReason.EXPIRED, deadline.error)
+        return outputs
+
     def schedule(self) -> list[ScheduledSequence]:
         """Choose the next step's sequences and give them the blocks they need.
 
@@ -111,28 +120,42 @@ class Scheduler:
         """
         batch: list[ScheduledSequence] = []
         budget = self.max_num_batched_tokens
+        self.newly_admitted.clear()
+        self._num_skipped = 0
+        self._promote()
 
-        # Whoever lacks a block takes it from the latest one running, in the end from itself.
-        num_preemptions = self.num_preemptions
         i = 0
-        while i < len(self.running) and budget:
-            sequence = self.running[i]
-            i += 1
-            num_new = min(sequence.num_tokens_to_compute, budget)
-            if not num_new:
-                continue
-            while not self.block_manager.allocate(sequence, num_new):
-                victim = self._preempt_last()
-                if victim is sequence:
-                    break
-            else:
-                batch.append(ScheduledSequence.of(sequence, num_new))
+        num_preemptions = self.num_preemptions
+        for request_class in RequestClass:
+            # Whoever lacks a block takes it from the latest one running, in the end from itself.
+            while i < len(self.running) and self.running[i].rank is request_class:
+                sequence = self.running[i]
+                i += 1
+                num_new = min(sequence.num_tokens_to_compute, budget - (len(self.running) - i))
+                if not num_new:
+                    continue
+                while not self.block_manager.allocate(sequence, num_new):
+                    victim = self._victims()[0]
+                    self._preempt(victim)
+                    if victim is sequence:
+                        i -= 1
+                        break
+                else:
+                    batch.append(ScheduledSequence.of(sequence, num_new))
+                    budget -= num_new
+
+            if self.num_preemptions > num_preemptions:
+                continue  # there are no blocks to spare
+            while budget > len(self.running) - i and (admitted := self._admit(request_class)):
+                i += 1
+                num_new = min(admitted.num_tokens_to_compute, budget - (len(self.running) - i))
+                allocated = self.block_manager.allocate(admitted, num_new)
+                assert allocated, "_admit() promised more blocks than there are"
+                batch.append(ScheduledSequence.of(admitted, num_new))
                 budget -= num_new
 
-        if self.num_preemptions == num_preemptions:  # else there are no blocks to spare
-            self._admit(batch, budget)
-            if self.speculative:
-                self._add_drafts(batch)
+        if self.num_preemptions == num_preemptions:
+            self.drafts.add_to(batch, budget, len(self.running))
         batch.sort(key=lambda scheduled: scheduled.num_new_tokens > 1)  # decodes first
         return batch
 
@@ -182,7 +205,9 @@ class Scheduler:
     def waits_for(self, batch: list[ScheduledSequence]) -> bool:
         """Whether the next step needs to know the tokens that this one yields."""
         return any(
-            s.sequence.request.needs_history or s.draft_token_ids or self._may_draft(s.sequence)
+            s.sequence.request.needs_history
+            or s.draft_token_ids
+            or self.drafts.may_follow(s.sequence, len(self.running))
             for s in batch
         )
 
@@ -207,9 +232,16 @@ class Scheduler:
         assert all(s.status is SequenceStatus.WAITING for s in self.waiting)
         assert all(not s.block_table and not s.num_computed_tokens for s in self.waiting)
         assert all(s.num_computed_tokens < s.num_tokens for s in self.running)
-        behind = [s.num_tokens - s.num_computed_tokens > 1 for s in self.running]
-        assert not any(behind[:-1])
-        assert self.waiting == sorted(self.waiting, key=_queue_order)
+        assert self.running == sorted(self.running, key=_running_order)
+        for request_class in RequestClass:
+            running = [s for s in self.running if s.rank is request_class]
+            assert all(s.num_tokens - s.num_computed_tokens <= 1 for s in running[:-1])
+        assert all(bool(s.num_promised_blocks) is self._is_protected(s) for s in self.running)
+        assert all(
+            s.num_preemptions <= self.policy.max_preemptions for s in self._sequences.values()
+        )
+        assert all(s.num_bypasses <= self.policy.max_bypasses for s in self.waiting)
+        self.waiting.check_integrity()
         queued = [*self.running, *self.waiting]
         queued += [fork for s in queued for fork in s.forks]
         unfinished = {s.request_id: s for s in queued}
@@ -217,54 +249,75 @@ class Scheduler:
         assert unfinished == self._sequences
         self.block_manager.check_integrity(self._sequences.values())
 
-    def _admit(self, batch: list[ScheduledSequence], budget: int) -> None:
-        """Fill free places from the head of the queue."""
-        while self.waiting and budget and len(self.running) < self.max_num_seqs:
-            sequence = self.waiting[0]
+    def _admit(self, request_class: RequestClass) -> Sequence | None:
+        """Let the first one of a class that fits run. None: there is none, or it may not go before
+        those that don't fit."""
+        victims = self._victims(below=request_class)
+        if len(self.running) >= self.max_num_seqs and not victims:
+            return None
+        while self._num_skipped < len(self.waiting):
+            sequence = self.waiting[self._num_skipped]
+            if sequence.rank is not request_class:
+                return None
             computed = self._computed_blocks(sequence)
-            if not self.block_manager.can_admit(sequence, computed):
+            if self._make_room(sequence, computed, victims):
+                for skipped in islice(self.waiting, self._num_skipped):
+                    skipped.num_bypasses += 1
+                self._start(sequence, computed)
+                return sequence
+            if max(self._num_skipped, sequence.num_bypasses) >= self.policy.max_bypasses:
+                return None
+            self._num_skipped += 1
+        return None
+
+    def _make_room(self, sequence: Sequence, computed: list[int], victims: list[Sequence]) -> bool:
+        """Whether a waiting sequence can run, at the expense of the victims if need be."""
+        if not self._fits(sequence, computed, without=victims):
+            return False
+        for victim in victims:
+            if self._fits(sequence, computed):
                 break
-            del self.waiting[0]
-            self.block_manager.touch(sequence, computed)
-            num_new = min(sequence.num_tokens_to_compute, budget)
-            allocated = self.block_manager.allocate(sequence, num_new)
-            assert allocated, "can_admit() promised more blocks than there are"
-            if not sequence.scheduled_time:
-                sequence.scheduled_time = time.perf_counter()
-                sequence.num_cached_tokens = sequence.num_computed_tokens
-            sequence.status = SequenceStatus.RUNNING
-            self.running.append(sequence)
-            batch.append(ScheduledSequence.of(sequence, num_new))
-            budget -= num_new
+            self._preempt(victim)
+        return self._fits(sequence, computed)
 
-    def _add_drafts(self, batch: list[ScheduledSequence]) -> None:
-        """Let sequences compute what may follow, too, with budget and blocks that are left over.
+    def _fits(self, sequence: Sequence, computed: list[int], without: Seq[Sequence] = ()) -> bool:
+        """Whether there is a place and blocks for a waiting sequence, were some not running."""
+        manager, request = self.block_manager, sequence.request
+        num_running = len(self.running) - len(without)
+        num_growing = num_running - manager.num_promises
+        reserve = num_growing * self.policy.reserve_blocks_per_seq
+        wanted = request.max_kv_tokens if self._is_protected(sequence) else sequence.num_tokens
+        free = manager.num_available_blocks + manager.num_exclusive_blocks(without)
+        missing = manager.num_missing_blocks(computed, wanted)
+        return num_running < self.max_num_seqs and missing + reserve <= free
 
-        Prompts need no drafts, and where steps overlap one can't follow on an unknown token.
-        """
-        budget = self.max_num_batched_tokens - sum(s.num_new_tokens for s in batch)
-        for i, scheduled in enumerate(batch):
-            sequence, request = scheduled.sequence, scheduled.sequence.request
-            if scheduled.num_new_tokens > 1 or sequence.num_pending_tokens:
-                continue
-            if not sequence.proposer or not self._may_draft(sequence):
-                continue
-            # Behind the draft comes one token more, of which nothing is computed.
-            limit = min(budget, request.max_tokens - sequence.num_output_tokens - 1)
-            draft = sequence.proposer.propose(sequence.token_ids, limit)
-            if draft and self.block_manager.allocate(sequence, 1 + len(draft)):
-                batch[i] = scheduled.with_draft(draft)
-                budget -= len(draft)
+    def _start(self, sequence: Sequence, computed: list[int]) -> None:
+        self.waiting.remove(sequence)
+        self.block_manager.touch(sequence, computed)
+        if self._is_protected(sequence):
+            self.block_manager.promise(sequence, sequence.request.max_kv_tokens)
+        if not sequence.scheduled_time:
+            sequence.scheduled_time = self._clock()
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+            self.newly_admitted.append(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        sequence.admission = next(self._admissions)
+        sequence.num_bypasses = 0
+        insort(self.running, sequence, key=_running_order)
 
-    def _may_draft(self, sequence: Sequence) -> bool:
-        """Whether the next step may try a draft of the sequence, as far as is known now."""
-        return bool(
-            self.speculative
-            and len(self.running) <= self.speculative.disable_by_batch_size
-            and sequence.proposer
-            and not sequence.proposer.is_paused(sequence.num_tokens)
-            and sequence.num_output_tokens >= sequence.request.min_tokens
-        )
+    def _is_protected(self, sequence: Sequence) -> bool:
+        """Whether it was preempted so often that it runs only with all its blocks promised."""
+        return sequence.num_preemptions >= self.policy.max_preemptions
+
+    def _promote(self) -> None:
+        """Let who has waited longest go first, if that is long and it leaves enough to others."""
+        longest = self.waiting.longest()
+        if not longest or self._clock() - longest.queued_time < self.policy.ageing_seconds:
+            return
+        promoted = takewhile(lambda s: s.is_promoted, self.waiting)
+        num_promoted = sum(1 for _ in promoted) + sum(s.is_promoted for s in self.running)
+        if num_promoted < max(self.max_num_seqs // 8, 1):
+            self.waiting.promote(longest)
 
     def _note_computed(self, scheduled: ScheduledSequence, num_dropped: int) -> None:
         """Publish what a step has computed, and forget what it has of drafts that were wrong.
@@ -275,18 +328,11 @@ class Scheduler:
                 |<-------------- end --------------->|
                 |<----- computed ----->|<- dropped ->|
         """
-        sequence, _, end, _, draft_token_ids = scheduled
-        num_computed = end - num_dropped
+        sequence = scheduled.sequence
+        num_computed = scheduled.end - num_dropped
         if sequence.status is SequenceStatus.RUNNING:
             self.block_manager.cache_full_blocks(sequence, num_computed)
-        if not draft_token_ids or not sequence.proposer:
-            return
-        num_accepted = len(draft_token_ids) - num_dropped
-        self.num_draft_tokens += len(draft_token_ids)
-        self.num_accepted_tokens += num_accepted
-        sequence.proposer.observe(sequence.num_tokens, num_accepted)
-        sequence.num_computed_tokens = num_computed
-        self.block_manager.trim(sequence, num_computed)
+        self.drafts.take_back(scheduled, num_dropped, num_computed)
 
     def _computed_blocks(self, sequence: Sequence) -> list[int]:
         """What a sequence can start with: of its leader, where that is more than others left."""
@@ -303,23 +349,28 @@ class Scheduler:
         return computed
 
     def _enqueue(self, sequence: Sequence) -> None:
-        insort(self.waiting, sequence, key=_queue_order)
+        sequence.queued_time = self._clock()
+        self.waiting.add(sequence)
 
     def _release_forks(self, sequence: Sequence) -> None:
         for fork in sequence.forks:
             self._enqueue(fork)
         sequence.forks.clear()
 
-    def _preempt_last(self) -> Sequence:
-        """Send the latest running sequence back to its place in the queue, to be recomputed."""
-        victim = self.running.pop()
+    def _victims(self, below: int = -1) -> list[Sequence]:
+        """Who may be preempted, the latest of the lowest class first, down to a class."""
+        lower = takewhile(lambda s: s.rank > below, reversed(self.running))
+        return [s for s in lower if not self._is_protected(s)]
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Send a running sequence back to its place in the queue, to be recomputed."""
+        self.running.remove(victim)
         victim.num_lost_tokens = max(victim.num_lost_tokens, victim.num_computed_tokens)
         self.block_manager.free(victim)
         victim.status = SequenceStatus.WAITING
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self._enqueue(victim)
-        return victim
 
     def _finish(self, sequence: Sequence) -> None:
         leader = sequence.leader
@@ -335,8 +386,8 @@ class Scheduler:
         del self._sequences[sequence.request_id]
 
 
-def _queue_order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.request.priority, sequence.arrival
+def _running_order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank, sequence.admission
 
 
 def _take(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from enum import Enum, IntEnum, StrEnum
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -24,9 +24,33 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     REPETITION = "repetition"
     CANCELLED = "cancelled"
+    EXPIRED = "expired"  # one of its deadlines has passed
     SHUTDOWN = "shutdown"
     ERROR = "error"
     INVALID = "invalid_arg"  # what the request demands can't be had
+
+
+class RequestClass(IntEnum):
+    """Whom the others give way to: the smaller one goes first."""
+
+    INTERACTIVE = 0
+    OFFLINE = 1
+
+
+class Milestone(IntEnum):
+    """What a request gets to, one after the other."""
+
+    ADMISSION = 0  # it has left the queue
+    FIRST_TOKEN = 1
+    END = 2
+
+
+class Deadline(NamedTuple):
+    """A request ends with `error`, if it has not got to the milestone by then."""
+
+    time: float  # time.perf_counter()
+    milestone: Milestone
+    error: str
 
 
 class GrammarState(Protocol):
@@ -90,7 +114,9 @@ class EngineRequest:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that never stand in this order
     grammar: Grammar | None = None  # that the answer has to obey
     repetition_detection: RepetitionDetection | None = None
-    priority: int = 0  # who waits with a smaller one is admitted first
+    request_class: RequestClass = RequestClass.INTERACTIVE
+    priority: int = 0  # within its class, who waits with a smaller one is admitted first
+    deadlines: tuple[Deadline, ...] = ()
     fork_of: int | None = None  # an earlier request, no fork, with this prompt: they share its KV
     speculative: bool = False  # whether draft tokens may be tried, where the engine has any
     lora: str = ""  # the adapter's name, "": the base model
@@ -182,6 +208,10 @@ class Sequence:
     num_cached_tokens: int = 0  # set by the scheduler at the first admission
     prompt_logprobs: list[SampledToken] = field(default_factory=list)  # set by the model runner
     arrival: int = 0  # how many came before; set by the scheduler
+    queued_time: float = 0.0  # when it last joined the queue; set by the scheduler
+    admission: int = 0  # how many were admitted before, at the last time; set by the scheduler
+    is_promoted: bool = False  # has waited so long that it goes first; set by the scheduler
+    num_bypasses: int = 0  # who went first, as it lacked blocks; set by the scheduler
     leader: "Sequence | None" = None  # whose prompt's blocks it starts with; set by the scheduler
     forks: list["Sequence"] = field(default_factory=list)  # wait for its prompt; by the scheduler
     proposer: NgramProposer | None = None  # of its draft tokens; set by the scheduler
@@ -190,6 +220,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks hashed so far
     num_published_blocks: int = 0  # leading blocks of block_table that others may find
+    num_promised_blocks: int = 0  # it can have so many in all, whatever others want; 0: no promise
     num_found_blocks: int = 0  # leading blocks of block_table that it did not take itself
     peak_blocks: int = 0
     peak_own_blocks: int = 0
@@ -224,6 +255,11 @@ class Sequence:
         )
 
     @property
+    def rank(self) -> RequestClass:
+        """The class that it runs in."""
+        return RequestClass.INTERACTIVE if self.is_promoted else self.request.request_class
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids) + self.num_pending_tokens
 
@@ -255,3 +291,34 @@ class Sequence:
         if detection and detection.found_in(self.token_ids, self.num_prompt_tokens):
             return FinishReason.REPETITION
         return None
+
+
+class ScheduledSequence(NamedTuple):
+    """A sequence's part of a step, fixed when the step is scheduled."""
+
+    sequence: Sequence
+    start: int  # the step computes tokens [start, end)
+    end: int
+    samples: bool  # whether that reaches the sequence's last token, and so yields the next one
+    draft_token_ids: tuple[int, ...] = ()  # the last of them, behind the sequence's own
+
+    @property
+    def num_new_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that the step yields: the one behind the sequence's last, and behind each
+        draft token the one that would follow, were it right."""
+        return 1 + len(self.draft_token_ids) if self.samples else 0
+
+    def with_draft(self, draft_token_ids: list[int]) -> "ScheduledSequence":
+        end = self.end + len(draft_token_ids)
+        return self._replace(end=end, draft_token_ids=tuple(draft_token_ids))
+
+    @classmethod
+    def of(cls, sequence: Sequence, num_new_tokens: int) -> "ScheduledSequence":
+        """The next tokens of a sequence."""
+        start = sequence.num_computed_tokens
+        end = start + num_new_tokens
+        return cls(sequence, start, end, end == sequence.num_tokens)

@@ -32,6 +32,9 @@ SERVER_TYPES = "triton_python_backend_utils"
 PURE = [
     "sequence",
     "scheduler",
+    "waiting_queue",
+    "deadlines",
+    "drafts",
     "speculative",
     "block_manager",
     "usage",
@@ -39,7 +42,18 @@ PURE = [
     "structured_params",
     "output",
 ]
-ENGINE = ["engine", "sequence", "scheduler", "block_manager", "usage", "sampler", "model_runner"]
+ENGINE = [
+    "engine",
+    "sequence",
+    "scheduler",
+    "waiting_queue",
+    "deadlines",
+    "drafts",
+    "block_manager",
+    "usage",
+    "sampler",
+    "model_runner",
+]
 FRONT = [
     "output",
     "protocol",

@@ -6,8 +6,15 @@ import pytest
 
 from backend.block_manager import BlockManager
 from backend.repetition import RepetitionDetection
-from backend.scheduler import ScheduledSequence, Scheduler
-from backend.sequence import FinishReason, SampledToken, SequenceStatus
+from backend.scheduler import Policy, ScheduledSequence, Scheduler
+from backend.sequence import (
+    Deadline,
+    FinishReason,
+    Milestone,
+    RequestClass,
+    SampledToken,
+    SequenceStatus,
+)
 from backend.speculative import SpeculativeConfig
 from tests.helpers import make_sequence
 
@@ -21,9 +28,13 @@ def make_scheduler(
     max_num_batched_tokens=16,
     prefix_cache=False,
     speculative=None,
+    policy=None,
+    clock=lambda: 1.0,
 ) -> Scheduler:
     manager = BlockManager(num_blocks, block_size, prefix_cache)
-    return Scheduler(manager, max_num_seqs, max_num_batched_tokens, speculative)
+    return Scheduler(
+        manager, max_num_seqs, max_num_batched_tokens, speculative, policy, clock=clock
+    )
 
 
 def add(scheduler, *sequences):
@@ -143,15 +154,52 @@ def test_first_come_first_served():
     assert plans(scheduler, 3) == [[(5, 1)], [(3, 1)], [(9, 1)]]
 
 
-def test_nobody_overtakes_a_head_of_the_queue_that_lacks_blocks():
+def test_who_fits_need_not_wait_behind_one_that_does_not():
     scheduler = make_scheduler(num_blocks=4)
     add(
         scheduler,
         make_sequence(range(5), max_tokens=2, request_id=0),  # 2 blocks
         make_sequence(range(12), request_id=1),  # 3 blocks
-        make_sequence(range(1), request_id=2),  # would fit
+        make_sequence(range(1), request_id=2),
+    )
+    assert plans(scheduler, 3) == [[(2, 1), (0, 5)], [(0, 1), (2, 1)], [(2, 1), (1, 12)]]
+
+
+def test_one_that_does_not_fit_is_bypassed_only_so_often():
+    scheduler = make_scheduler(num_blocks=4, policy=Policy(max_bypasses=2))
+    large = make_sequence(range(16), max_tokens=1, request_id=1)  # all 4 blocks
+    add(scheduler, make_sequence(range(5), max_tokens=5, request_id=0), large)
+    add(scheduler, *(make_sequence([1], max_tokens=1, request_id=i) for i in range(2, 6)))
+    assert plans(scheduler, 2) == [[(2, 1), (3, 1), (0, 5)], [(0, 1)]]
+    assert large.num_bypasses == 2
+    assert plans(scheduler, 5) == [[(0, 1)], [(0, 1)], [(0, 1)], [(1, 16)], [(4, 1), (5, 1)]]
+
+
+def test_without_bypasses_the_head_of_the_queue_is_waited_for():
+    scheduler = make_scheduler(num_blocks=4, policy=Policy(max_bypasses=0))
+    add(
+        scheduler,
+        make_sequence(range(5), max_tokens=2, request_id=0),  # 2 blocks
+        make_sequence(range(12), request_id=1),  # 3 blocks
+        make_sequence(range(1), request_id=2),
     )
     assert plans(scheduler, 3) == [[(0, 5)], [(0, 1)], [(2, 1), (1, 12)]]
+
+
+def test_admission_leaves_blocks_for_those_that_run():
+    scheduler = make_scheduler(
+        num_blocks=6, max_num_batched_tokens=32, policy=Policy(reserve_blocks_per_seq=1)
+    )
+    add(scheduler, *(make_sequence(range(8), max_tokens=9, request_id=i) for i in range(3)))
+    assert plans(scheduler, 1) == [[(0, 8), (1, 8)]]  # the third needs 2 of 2 free blocks
+    scheduler.end(1, FinishReason.CANCELLED)
+    assert plans(scheduler, 1) == [[(0, 1), (2, 8)]]  # 3 blocks were free for 2 and 1
+
+
+def test_the_reserve_does_not_keep_anybody_from_running_alone():
+    scheduler = make_scheduler(num_blocks=4, policy=Policy(reserve_blocks_per_seq=3))
+    add(scheduler, *(make_sequence(range(16), max_tokens=1, request_id=i) for i in range(2)))
+    assert plans(scheduler, 2) == [[(0, 16)], [(1, 16)]]
 
 
 def test_a_prompt_is_admitted_only_when_all_of_it_fits():
@@ -165,7 +213,9 @@ def test_a_prompt_is_admitted_only_when_all_of_it_fits():
 
 def preempting(prefix_cache=False):
     """The first sequence's ninth token needs a fifth block of four: it takes the second's."""
-    scheduler = make_scheduler(num_blocks=4, prefix_cache=prefix_cache)
+    scheduler = make_scheduler(
+        num_blocks=4, prefix_cache=prefix_cache, policy=Policy(max_bypasses=0)
+    )
     first = make_sequence(range(8), max_tokens=4, request_id=0)
     second = make_sequence(range(20, 28), max_tokens=4, request_id=1)
     third = make_sequence([9], max_tokens=4, request_id=2)
@@ -242,6 +292,208 @@ def test_a_half_computed_prompt_is_preempted_for_a_decode():
     assert plans(scheduler, 1) == [[(0, 1), (1, 7)]]
     assert plans(scheduler, 1) == [[(0, 1)]]  # its ninth token
     assert (second.num_computed_tokens, second.num_preemptions) == (0, 1)
+
+
+# -- promises --
+
+
+def capped(max_preemptions):
+    """Two sequences of 8 tokens in 4 blocks, of which each will want 3."""
+    scheduler = make_scheduler(num_blocks=4, policy=Policy(max_preemptions=max_preemptions))
+    first = make_sequence(range(8), max_tokens=4, request_id=0)
+    second = make_sequence(range(20, 28), max_tokens=4, request_id=1)
+    add(scheduler, first, second)
+    return scheduler, first, second
+
+
+def test_at_the_cap_a_sequence_waits_until_all_it_can_need_is_free():
+    scheduler, _, second = capped(max_preemptions=1)
+    assert plans(scheduler, 2) == [[(0, 8), (1, 8)], [(0, 1)]]
+    assert second.num_preemptions == 1
+    scheduler.end(0, FinishReason.CANCELLED)
+    third = make_sequence(range(40, 44), max_tokens=5, request_id=2)
+    add(scheduler, third)
+    assert plans(scheduler, 1) == [[(1, 9), (2, 4)]]
+    assert (second.num_promised_blocks, len(second.block_table)) == (3, 3)
+    assert plans(scheduler, 1) == [[(1, 1)]]  # the third, which comes later, gives way
+    assert (third.num_preemptions, second.num_preemptions) == (1, 1)
+
+
+def test_what_is_promised_nobody_else_gets():
+    scheduler, first, second = capped(max_preemptions=0)  # all run with promises only
+    assert plans(scheduler, 1) == [[(0, 8)]]
+    manager = scheduler.block_manager
+    assert (manager.num_free_blocks, manager.num_available_blocks) == (2, 1)
+    assert plans(scheduler, 4) == [[(0, 1)], [(0, 1)], [(0, 1)], [(1, 8)]]
+    assert (first.num_preemptions, second.num_preemptions) == (0, 0)
+    assert (manager.num_promises, manager.num_promised_blocks) == (1, 1)
+
+
+def test_who_has_no_promise_gives_way_though_it_came_first():
+    scheduler, first, second = capped(max_preemptions=1)
+    second.num_preemptions = 1
+    scheduler.end(1, FinishReason.CANCELLED)
+    late = make_sequence(range(20, 24), max_tokens=5, request_id=3)  # 2 blocks
+    late.num_preemptions = 1
+    add(scheduler, late)
+    assert plans(scheduler, 1) == [[(0, 8), (3, 4)]]
+    assert plans(scheduler, 1) == [[(3, 1)]]  # the first wants the block that is promised
+    assert (first.num_preemptions, late.num_preemptions) == (1, 1)
+
+
+def test_no_draft_takes_a_promised_block():
+    for max_tokens, num_draft_tokens in ((3, 4), (7, 0)):  # 3 or 4 of 7 blocks are promised
+        scheduler, _ = start_loop(num_blocks=7, policy=Policy(max_preemptions=1))
+        other = make_sequence(range(7), max_tokens=max_tokens, request_id=1)
+        other.num_preemptions = 1
+        add(scheduler, other)
+        batch = scheduler.schedule()
+        assert [s.num_new_tokens for s in batch] == [1 + num_draft_tokens, 7]
+        assert len(other.block_table) == 2
+
+
+# -- classes --
+
+OFFLINE = {"request_class": RequestClass.OFFLINE}
+
+
+def test_interactive_ones_go_first_then_priorities_then_arrival():
+    scheduler = make_scheduler(max_num_seqs=1)
+    for request_id, fields in enumerate(
+        [
+            dict(**OFFLINE, priority=-9),
+            dict(**OFFLINE, priority=-10),
+            dict(priority=3),
+            dict(),
+            dict(priority=3),
+        ]
+    ):
+        add(scheduler, make_sequence([1], 1, request_id, **fields))
+    assert plans(scheduler, 5) == [[(i, 1)] for i in (3, 2, 4, 1, 0)]
+
+
+def test_an_interactive_prompt_goes_before_an_offline_one_that_has_begun():
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    add(scheduler, make_sequence(range(20), request_id=0, **OFFLINE))
+    add(scheduler, make_sequence(range(2), request_id=1, **OFFLINE))
+    assert plans(scheduler, 1) == [[(0, 8)]]
+    add(scheduler, make_sequence(range(18), request_id=2))
+    assert plans(scheduler, 4) == [
+        [(0, 1), (2, 7)],  # who runs behind keeps moving
+        [(0, 1), (2, 7)],
+        [(2, 4), (0, 4)],
+        [(2, 1), (1, 1), (0, 6)],
+    ]
+
+
+def test_an_offline_sequence_gives_way_to_an_interactive_one_that_waits():
+    scheduler = make_scheduler(num_blocks=4, max_num_seqs=2)
+    offline = [make_sequence(range(5), request_id=i, **OFFLINE) for i in (0, 1)]
+    add(scheduler, *offline)
+    assert plans(scheduler, 1) == [[(0, 5), (1, 5)]]
+    add(scheduler, make_sequence([1, 2], 1, request_id=2))  # has no place
+    assert plans(scheduler, 1) == [[(0, 1), (2, 2)]]  # nor is the other admitted again
+    assert [s.num_preemptions for s in offline] == [0, 1]
+    assert plans(scheduler, 1) == [[(0, 1), (1, 6)]]
+    add(scheduler, make_sequence(range(8), 1, request_id=3))  # has no blocks
+    assert plans(scheduler, 1) == [[(0, 1), (3, 8)]]
+    assert [s.num_preemptions for s in offline] == [0, 2]
+
+
+def test_nobody_gives_way_to_one_that_would_not_fit_even_so():
+    scheduler = make_scheduler(num_blocks=4)
+    add(scheduler, make_sequence(range(6), 20, request_id=0))
+    add(scheduler, make_sequence(range(6), request_id=1, **OFFLINE))
+    assert plans(scheduler, 1) == [[(0, 6), (1, 6)]]
+    add(scheduler, make_sequence(range(12), request_id=2))
+    assert plans(scheduler, 1) == [[(0, 1), (1, 1)]]
+
+
+def test_the_victim_is_the_latest_of_the_lowest_class():
+    scheduler = make_scheduler(num_blocks=8)
+    add(scheduler, make_sequence(range(8), request_id=0, **OFFLINE))
+    add(scheduler, make_sequence(range(7), request_id=1, **OFFLINE))
+    assert plans(scheduler, 1) == [[(0, 8), (1, 7)]]
+    add(scheduler, make_sequence(range(7), 20, request_id=2))
+    add(scheduler, make_sequence(range(7), 20, request_id=3))
+    assert plans(scheduler, 1) == [[(0, 1), (2, 7), (3, 7)]]  # the first wants a third block
+    assert (ids(scheduler.running), ids(scheduler.waiting)) == ([2, 3, 0], [1])
+    assert plans(scheduler, 2) == [[(2, 1), (3, 1), (0, 1)], [(2, 1), (3, 1)]]
+    assert (ids(scheduler.running), ids(scheduler.waiting)) == ([2, 3], [0, 1])
+
+
+def test_an_interactive_sequence_never_gives_way_to_an_offline_one():
+    scheduler = make_scheduler(num_blocks=4)
+    add(scheduler, make_sequence(range(8), 5, request_id=0, **OFFLINE))
+    assert plans(scheduler, 1) == [[(0, 8)]]
+    interactive = make_sequence(range(6), 3, request_id=1)
+    add(scheduler, interactive)
+    assert plans(scheduler, 1) == [[(1, 6)]]  # the offline one's ninth token lacks a block
+    assert interactive.num_preemptions == 0
+
+
+def test_who_has_waited_long_is_promoted():
+    now = [0.0]
+    scheduler = make_scheduler(
+        max_num_seqs=1, policy=Policy(ageing_seconds=5), clock=lambda: now[0]
+    )
+    add(scheduler, *(make_sequence([1], 1, request_id=i, **OFFLINE) for i in range(2)))
+    order = []
+    for request_id in range(2, 12):
+        add(scheduler, make_sequence([1], 1, request_id=request_id))
+        add(scheduler, make_sequence([1], 1, request_id=100 + request_id))
+        order += [request_id for request_id, _ in step(scheduler)[0]]
+        now[0] += 1
+    # From the fifth second on each of them waits longer than that; the offline ones came first.
+    assert order == [2, 102, 3, 103, 4, 0, 1, 104, 5, 105]
+
+
+def test_at_most_an_eighth_of_the_places_is_for_promoted_ones():
+    now = [0.0]
+    scheduler = make_scheduler(
+        max_num_seqs=16, policy=Policy(ageing_seconds=5), clock=lambda: now[0]
+    )
+    add(scheduler, *(make_sequence([1], 50, request_id=i) for i in range(16)))
+    step(scheduler)
+    add(scheduler, *(make_sequence([1], 50, request_id=i, **OFFLINE) for i in range(16, 20)))
+    now[0] = 6
+    plans(scheduler, 4)
+    assert [s.is_promoted for s in scheduler.waiting] == [True, True, False, False]
+    scheduler.end(16, FinishReason.CANCELLED)
+    step(scheduler)
+    assert [s.is_promoted for s in scheduler.waiting] == [True, True, False]
+
+
+# -- deadlines --
+
+
+def test_who_misses_a_deadline_ends_with_its_error():
+    now = [1.0]
+    scheduler = make_scheduler(max_num_seqs=1, clock=lambda: now[0])
+    deadlines = (Deadline(2.0, Milestone.ADMISSION, "late"), Deadline(9.0, Milestone.END, "over"))
+    runs, waits, token = (
+        make_sequence([1], request_id=0, deadlines=deadlines),
+        make_sequence([1], request_id=1, deadlines=deadlines),
+        make_sequence(
+            range(40), request_id=2, deadlines=(Deadline(8.0, Milestone.FIRST_TOKEN, "slow"),)
+        ),
+    )
+    add(scheduler, runs, waits)
+    step(scheduler)
+    assert scheduler.expire() == []
+    now[0] = 2.0
+    [output] = scheduler.expire()
+    assert (output.request_id, output.finish_reason, output.error) == (1, "expired", "late")
+    assert output.scheduled_time == 0
+    add(scheduler, token)
+    now[0] = 8.0
+    [output] = scheduler.expire()
+    assert (output.request_id, output.error) == (2, "slow")
+    now[0] = 9.0
+    [output] = scheduler.expire()
+    assert (output.request_id, output.error) == (0, "over")
+    assert not scheduler.has_unfinished()
+    scheduler.check_integrity()
 
 
 # -- prefix reuse --
@@ -456,13 +708,13 @@ def test_a_draft_is_accepted_up_to_the_first_token_that_is_not_sampled():
     scheduler, sequence = start_loop()
     assert speculate(scheduler, 1, 2, 3, 1) == (5, [1, 2, 3, 1, CONTENT])
     assert sequence.num_computed_tokens == sequence.num_tokens - 1 == 13
-    assert (scheduler.num_draft_tokens, scheduler.num_accepted_tokens) == (4, 4)
+    assert (scheduler.drafts.num_tokens, scheduler.drafts.num_accepted_tokens) == (4, 4)
 
     scheduler, sequence = start_loop()
     assert speculate(scheduler, 1, 2) == (5, [1, 2, CONTENT])
     assert sequence.token_ids == [*LOOP, 3, 1, 2, CONTENT]
     assert sequence.num_computed_tokens == sequence.num_tokens - 1 == 11
-    assert (scheduler.num_draft_tokens, scheduler.num_accepted_tokens) == (4, 2)
+    assert (scheduler.drafts.num_tokens, scheduler.drafts.num_accepted_tokens) == (4, 2)
 
     scheduler, sequence = start_loop()
     assert speculate(scheduler) == (5, [CONTENT])
@@ -522,7 +774,7 @@ def test_where_no_block_is_free_for_it_there_is_no_draft():
     add(scheduler, other)
     assert step(scheduler, CONTENT) == ([(0, 1), (1, 2)], [ANY, ANY])
     assert (len(sequence.block_table), len(other.block_table)) == (3, 1)
-    assert scheduler.num_preemptions == scheduler.num_draft_tokens == 0
+    assert scheduler.num_preemptions == scheduler.drafts.num_tokens == 0
 
 
 def test_no_block_with_a_rejected_draft_is_published():
@@ -557,6 +809,15 @@ def test_drafts_of_several_sequences_share_what_is_left_of_the_budget():
         lengthen_drafts(sequence, 6)
     assert step(scheduler, 2)[0] == [(0, 5), (1, 5)]
     assert step(scheduler)[0] == [(0, 7), (1, 3)]
+
+
+def test_a_chunk_of_one_token_has_no_draft():
+    scheduler = make_scheduler(speculative=DRAFTS)
+    sequence = make_sequence(LOOP, 50, speculative=True)
+    add(scheduler, sequence)
+    batch = [ScheduledSequence.of(sequence, 1)]
+    scheduler.drafts.add_to(batch, 9, num_running=1)
+    assert batch == [ScheduledSequence.of(sequence, 1)]
 
 
 class AnyText:

@@ -4,6 +4,7 @@ The fake model's "KV" of a token is a hash of the KV before it, read through the
 of the token; the KV of the last token decides the next one. So a block that holds anything other
 than what it should changes the answer, and each answer is compared with the sequence alone.
 Drafts are right, wrong, or right up to some token; a rejected one leaves wrong KV behind.
+Time passes only between steps, where the machine says so.
 """
 
 from dataclasses import replace
@@ -20,8 +21,17 @@ from hypothesis.stateful import (
 )
 
 from backend.block_manager import BlockManager
-from backend.scheduler import ScheduledSequence, Scheduler
-from backend.sequence import EngineOutput, EngineRequest, FinishReason, SampledToken, Sequence
+from backend.scheduler import Policy, ScheduledSequence, Scheduler
+from backend.sequence import (
+    Deadline,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    Milestone,
+    RequestClass,
+    SampledToken,
+    Sequence,
+)
 from backend.speculative import SpeculativeConfig
 
 VOCAB_SIZE = 8
@@ -125,13 +135,34 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         overlap=st.booleans(),  # whether a step is launched before the one before it is read
         speculative=st.none() | st.builds(SpeculativeConfig, disable_by_batch_size=st.just(4)),
+        policy=st.builds(
+            Policy,
+            max_preemptions=st.integers(0, 3),
+            reserve_blocks_per_seq=st.integers(0, 2),
+            max_bypasses=st.integers(0, 3),
+            ageing_seconds=st.sampled_from([3.0, 30.0]),
+        ),
     )
     def start(
-        self, block_size, num_tokens, max_num_seqs, spare_budget, prefix_cache, overlap, speculative
+        self,
+        block_size,
+        num_tokens,
+        max_num_seqs,
+        spare_budget,
+        prefix_cache,
+        overlap,
+        speculative,
+        policy,
     ):
+        self.now = 1.0
+        self.policy = policy
         self.manager = BlockManager(num_tokens // block_size, block_size, prefix_cache)
         self.budget = max_num_seqs + spare_budget
-        self.scheduler = Scheduler(self.manager, max_num_seqs, self.budget, speculative)
+        self.max_num_seqs = max_num_seqs
+        self.speculative = speculative
+        self.scheduler = Scheduler(
+            self.manager, max_num_seqs, self.budget, speculative, policy, clock=lambda: self.now
+        )
         self.model = FakeModel(self.manager)
         self.overlap = overlap
         self.in_flight: tuple[list[ScheduledSequence], list[SampledToken]] | None = None
@@ -139,7 +170,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: list[EngineRequest] = []
         self.tokens: list[list[int]] = []  # of each request, by its id
         self.reasons: list[list[FinishReason]] = []
-        self.admitted: list[int] = []  # ids, in the order of their first step
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
@@ -148,10 +178,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop_token_ids=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=2),
         salt=st.sampled_from(SALTS),
         priority=st.sampled_from([0, 0, 0, -1, 1]),
+        request_class=st.sampled_from(RequestClass),
+        patience=st.none() | st.tuples(st.sampled_from(Milestone), st.integers(1, 20)),
         fork=st.booleans(),
         drafts=st.booleans(),
     )
-    def add(self, prompt, parent, max_tokens, stop_token_ids, salt, priority, fork, drafts):
+    def add(
+        self,
+        prompt,
+        parent,
+        max_tokens,
+        stop_token_ids,
+        salt,
+        priority,
+        request_class,
+        patience,
+        fork,
+        drafts,
+    ):
         fork_of = None
         if fork and parent is not None and self.requests:  # another answer to the same prompt
             fork_of = parent % len(self.requests)
@@ -164,6 +208,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             earlier = self.requests[parent]
             prompt = [*earlier.prompt_token_ids, *self.tokens[parent], *prompt[:2]]
             salt = earlier.cache_salt
+        deadlines = ()
+        if patience:
+            milestone, seconds = patience
+            deadlines = (Deadline(self.now + seconds, milestone, "late"),)
         request = EngineRequest(
             len(self.requests),
             prompt,
@@ -171,6 +219,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_token_ids=frozenset(stop_token_ids),
             cache_salt=salt,
             priority=priority,
+            request_class=request_class,
+            deadlines=deadlines,
             fork_of=fork_of,
             speculative=drafts,
         )
@@ -181,7 +231,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.reasons.append([])
         sequence = Sequence(request)
         self.scheduler.add(sequence)
-        assert bool(sequence.proposer) == bool(self.scheduler.speculative and drafts)
+        assert bool(sequence.proposer) == bool(self.speculative and drafts)
         if sequence.proposer:
             sequence.proposer = FakeProposer(request)
 
@@ -189,6 +239,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, times):
         for _ in range(times):
             self._step()
+
+    @rule(seconds=st.integers(1, 10))
+    def time_passes(self, seconds):
+        self.now += seconds
+        self._take(self.scheduler.expire())
+        for sequence in self.scheduler._sequences.values():
+            for deadline in sequence.request.deadlines:
+                if deadline.milestone is Milestone.ADMISSION:
+                    reached = sequence.scheduled_time > 0
+                elif deadline.milestone is Milestone.FIRST_TOKEN:
+                    reached = bool(self.tokens[sequence.request_id])
+                else:
+                    reached = False
+                assert reached or self.now < deadline.time
 
     @precondition(lambda self: self.requests)
     @rule(number=st.integers(0, 30))
@@ -225,20 +289,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         unfinished = [i for i, reasons in enumerate(self.reasons) if not reasons]
         assert sorted(self.scheduler.unfinished_ids()) == unfinished
 
-    @invariant()
-    def first_come_first_served(self):
-        """Among those of one priority; forks also wait for another's prompt."""
-        for priority in (-1, 0, 1):
-            ids = [i for i in self.admitted if self.requests[i].priority == priority]
-            ids = [i for i in ids if self.requests[i].fork_of is None]
-            assert ids == sorted(ids)
-
     def teardown(self):
         if not hasattr(self, "scheduler"):
             return
-        # In every step the first running sequence gets on by a token, and it is never preempted.
-        bound = sum(self.requests[i].max_kv_tokens for i in self.scheduler.unfinished_ids())
-        for _ in range(bound + 1):
+        # Every step computes a token that has to be computed; that again only after a preemption,
+        # which may take a step of its own.
+        unfinished = [self.requests[i] for i in self.scheduler.unfinished_ids()]
+        once = sum(request.max_kv_tokens + 1 for request in unfinished)
+        for _ in range(once * (self.policy.max_preemptions + 1) + 1):
             self._step()
             self.scheduler.check_integrity()
         assert not self.scheduler.has_unfinished()
@@ -246,9 +304,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(len(reasons) == 1 for reasons in self.reasons)
 
     def _step(self) -> None:
-        running = list(self.scheduler.running)
+        running, bypasses = list(self.scheduler.running), self._bypasses()
         batch = self.scheduler.schedule()
         self._check_batch(batch, running)
+        self._check_victims(running)
+        self._check_order(batch, running, bypasses)
         before, self.in_flight = self.in_flight, (batch, self.model.launch(batch))
         self.scheduler.advance(batch)
         if before:
@@ -267,12 +327,53 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(num_new >= 1 for num_new in new_tokens)
         assert all(s.end <= s.sequence.request.max_kv_tokens for s in batch)
         assert [n > 1 for n in new_tokens] == sorted(n > 1 for n in new_tokens)
-        preempted = [s for s in running if s not in now_running]
+        for sequence in now_running:  # nobody stands still
+            assert sequence in scheduled or not sequence.num_tokens_to_compute
+
+    def _check_victims(self, running: list[Sequence]) -> None:
+        """The latest of the lowest class first, and nobody for want of blocks of a lower class."""
+        preempted = [s for s in running if s not in self.scheduler.running]
         assert set(preempted) <= set(self.scheduler.waiting)
-        assert preempted == running[len(running) - len(preempted) :], "the latest are victims"
-        assert not running[:1] or running[0] in now_running
-        running_ids = [s.request_id for s in now_running]
-        self.admitted += [i for i in running_ids if i not in self.admitted]
+        exposed = [s for s in running if not s.num_promised_blocks or s in preempted]
+        assert exposed[len(exposed) - len(preempted) :] == preempted
+
+    def _check_order(
+        self,
+        batch: list[ScheduledSequence],
+        running: list[Sequence],
+        bypasses: dict[Sequence, int],
+    ) -> None:
+        """Whoever is admitted goes before nobody, or before those that it bypasses; and who could
+        have been admitted was."""
+        scheduler = self.scheduler
+        admitted = [s for s in scheduler.running if s not in running]
+        waiting = [s for s in scheduler.waiting if s not in running]
+        for sequence in waiting:
+            ahead = sum(self._order(s) > self._order(sequence) for s in admitted)
+            assert sequence.num_bypasses == bypasses.get(sequence, 0) + ahead
+            assert sequence.num_bypasses <= self.policy.max_bypasses
+        num_promoted = sum(s.is_promoted for s in scheduler._sequences.values())
+        assert num_promoted <= max(self.max_num_seqs // 8, 1)
+        preempted = any(s not in scheduler.running for s in running)
+        spare = self.budget - sum(s.num_new_tokens - len(s.draft_token_ids) for s in batch)
+        if preempted or not spare or any(s.draft_token_ids for s in batch):
+            return
+        for skipped, sequence in enumerate(scheduler.waiting):
+            computed = scheduler._computed_blocks(sequence)
+            assert not scheduler._fits(sequence, computed)
+            if max(skipped, sequence.num_bypasses) >= self.policy.max_bypasses:
+                break
+
+    def _order(self, sequence: Sequence) -> tuple:
+        request = sequence.request
+        return (
+            not sequence.is_promoted,
+            not sequence.is_promoted and (request.request_class, request.priority),
+            sequence.arrival,
+        )
+
+    def _bypasses(self) -> dict[Sequence, int]:
+        return {s: s.num_bypasses for s in self.scheduler.waiting}
 
     def _take(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
