@@ -94,12 +94,15 @@ class TraceWriter:
             pass
 
     def _run(self) -> None:
+        is_broken = False
         while (request := self._queue.get()) is not None:
+            if is_broken:
+                continue
             try:
                 self._write(request)
             except Exception as error:  # serving goes on
                 logger.warning(f"trace_path: nothing more is written: {error}")
-                break
+                is_broken = True
         self._file.close()
 
     def _write(self, request: Captured) -> None:

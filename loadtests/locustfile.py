@@ -28,6 +28,7 @@ from loadtests.replay.options import (
     add_plan_options,
     add_target_options,
     max_lag_of,
+    metrics_url_of,
     plan_of,
     slo_of,
     target_of,
@@ -150,8 +151,8 @@ def begin(environment: Environment, **_: Any) -> None:
     if isinstance(environment.runner, WorkerRunner):
         return
     _Shared.num_ready.value, _Shared.start.value = 0, 0.0
-    target = target_of(_options(environment), 1)
-    _scrapers.append(Scraper(target.metrics_url, target.model))
+    options = _options(environment)
+    _scrapers.append(Scraper(metrics_url_of(options), options.model))
     _scrapers[-1].start()
 
 
@@ -162,8 +163,8 @@ def report(environment: Environment, **_: Any) -> None:
         return
     options = _options(environment)
     shares = _num_shares(environment)
-    plan, target = plan_of(options, options.rate), target_of(options, shares)
-    run = new_run(options.trace.stem, plan, target, slo_of(options), max_lag_of(options))
+    plan, slo, max_lag = plan_of(options, options.rate), slo_of(options), max_lag_of(options)
+    run = new_run(options.trace.stem, plan, options.url, slo, max_lag)
     run.samples = _scrapers.pop().stop(_Shared.start.value)
     run.records = sorted(_records, key=lambda record: record.index)
     run.healths = list(_healths)

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from backend.serve import ROOT
 from loadtests.model_folder import read_config, serve_with
-from loadtests.replay.options import add_plan_options, max_lag_of, plan_of, slo_of
+from loadtests.replay.options import add_plan_options, max_lag_of, plan_of, read_tokenizer, slo_of
 from loadtests.replay.processes import Target, replay
 from loadtests.report.page import write_report
 from loadtests.report.summary import Summary
@@ -98,7 +98,7 @@ def measure(options: argparse.Namespace) -> Iterator[Point]:
                     f"localhost:{server.grpc_port}",
                     f"http://localhost:{server.metrics_port}/metrics",
                     "smollm2",
-                    read_config().model,
+                    read_tokenizer(read_config().model),
                     seed=name,
                     num_processes=options.processes,
                 )

@@ -17,7 +17,7 @@ from client import ConnectionLost, Delta, GenerationError, GenerationStream
 from client.types import Usage
 from loadtests.replay.dispatch import Dispatcher
 from loadtests.replay.plan import Plan, Planned
-from loadtests.replay.prompts import Prompts
+from loadtests.replay.prompts import JsonVocabulary, Prompts
 from loadtests.replay.run import Health, Record, Run, Sample, Slo, load_run
 from loadtests.report.page import write_page, write_report
 from loadtests.report.summary import Distribution, summarize
@@ -84,7 +84,7 @@ def planned(index=0, due=0.0, input_length=40, output_length=4, hash_ids=(), blo
 
 
 def test_prompts_have_exact_lengths_and_shared_prefixes(tokenizer):
-    prompts = Prompts(tokenizer, "seed")
+    prompts = Prompts(JsonVocabulary(tokenizer.to_json()), "seed")
     one, other, third, alone, again = (
         tokenizer.encode(prompts.write(request))
         for request in (
@@ -316,6 +316,12 @@ def test_other_traffic_than_the_source_s_is_told(changed, name):
         records[i] = msgspec.structs.replace(records[i], **changed)
     checks = {check.name: check.holds for check in summarize(run_of(records)).checks}
     assert not checks[f"{name}, KS distance"]
+
+
+def test_a_burst_at_the_border_of_a_second_is_the_same_burst():
+    dues = [0.995] * 5 + [1.2] * 5 + [9.0]
+    records = [record(i, due, sent=due + 0.01) for i, due in enumerate(dues)]
+    assert summarize(run_of(records)).is_like_its_source
 
 
 def test_counts_are_compared_with_the_server_s():

@@ -2,9 +2,12 @@
 
 import secrets
 from argparse import Namespace
+from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
+from backend.models.loader import resolve
+from backend.tokenizer import Tokenizer
 from loadtests.replay.plan import Plan
 from loadtests.replay.processes import Target
 from loadtests.replay.run import Slo
@@ -60,17 +63,31 @@ def plan_of(options: Namespace, rate: float) -> Plan:
     return plan
 
 
+@cache
+def read_tokenizer(model: str) -> str:
+    """The tokenizer.json of a model that is named as in config.pbtxt.
+
+    Raises:
+        OSError, ValueError: it is not there.
+    """
+    return Tokenizer(resolve(model)).to_json()
+
+
 def target_of(options: Namespace, num_processes: int) -> Target:
-    url = options.url if "//" in options.url else f"//{options.url}"
     return Target(
         options.url,
-        options.metrics_url or f"http://{urlsplit(url).hostname}:8002/metrics",
+        metrics_url_of(options),
         options.model,
-        options.tokenizer,
+        read_tokenizer(options.tokenizer),
         options.seed,
         options.timeout,
         num_processes,
     )
+
+
+def metrics_url_of(options: Namespace) -> str:
+    url = options.url if "//" in options.url else f"//{options.url}"
+    return options.metrics_url or f"http://{urlsplit(url).hostname}:8002/metrics"
 
 
 def slo_of(options: Namespace) -> Slo:

@@ -9,12 +9,10 @@ from typing import Any
 
 import msgspec
 
-from backend.models.loader import resolve
-from backend.tokenizer import Tokenizer
 from loadtests.replay.dispatch import Dispatcher, connect
 from loadtests.replay.metrics import Scraper
 from loadtests.replay.plan import Plan
-from loadtests.replay.prompts import Prompts
+from loadtests.replay.prompts import JsonVocabulary, Prompts
 from loadtests.replay.run import Health, Record, Run, Slo
 from loadtests.traces.describe import describe
 
@@ -30,7 +28,7 @@ class Target(msgspec.Struct, frozen=True):
         url: http://host:port, or host:port of gRPC.
         metrics_url: The server's /metrics.
         model: Its name there.
-        tokenizer: The served model's files, as config.pbtxt names them.
+        tokenizer: The served model's, as the text of a tokenizer.json.
         seed: Of the prompts' words.
         timeout: Seconds that an answer may take.
         num_processes: Of the client.
@@ -55,17 +53,17 @@ def dispatcher(
     """What sends every `num_shares`-th request of a plan, from number `share` on."""
     return Dispatcher(
         islice(plan.requests(), share, None, num_shares),
-        Prompts(Tokenizer(resolve(target.tokenizer)), target.seed),
+        Prompts(JsonVocabulary(target.tokenizer), target.seed),
         connect(target.url, target.model),
         target.timeout,
         on_record,
     )
 
 
-def new_run(name: str, plan: Plan, target: Target, slo: Slo, max_lag: float) -> Run:
+def new_run(name: str, plan: Plan, url: str, slo: Slo, max_lag: float) -> Run:
     """A run of which nothing is recorded yet; raises what the plan does."""
     planned = describe(request.as_trace() for request in plan.requests())
-    return Run(name, target.url, plan, describe(plan.source()), planned, slo, max_lag)
+    return Run(name, url, plan, describe(plan.source()), planned, slo, max_lag)
 
 
 def replay(
@@ -87,7 +85,7 @@ def replay(
         TraceError, ValueError: of the plan.
         ReplayError: a process of the client failed.
     """
-    run = new_run(name, plan, target, slo, max_lag)
+    run = new_run(name, plan, target.url, slo, max_lag)
     on_start(run.planned.num_requests)
     context = multiprocessing.get_context("spawn")
     messages: Any = context.Queue()

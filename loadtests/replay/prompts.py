@@ -4,15 +4,33 @@ import random
 from functools import lru_cache
 from typing import Protocol
 
+import tokenizers
+
 from loadtests.replay.plan import Planned
 
 
-class TokenCoder(Protocol):
+class Vocabulary(Protocol):
+    """What is needed of a tokenizer."""
+
     vocab_size: int
 
     def encode(self, text: str) -> list[int]: ...
 
     def decode_token(self, token_id: int) -> str: ...
+
+
+class JsonVocabulary:
+    """Of a tokenizer.json: a process of the client needs no more of a model, and no torch."""
+
+    def __init__(self, text: str) -> None:
+        self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        self.vocab_size = self._tokenizer.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def decode_token(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 class Prompts:
@@ -24,7 +42,7 @@ class Prompts:
             server's prefix cache.
     """
 
-    def __init__(self, tokenizer: TokenCoder, seed: str) -> None:
+    def __init__(self, tokenizer: Vocabulary, seed: str) -> None:
         self._tokenizer = tokenizer
         self._seed = seed
         self._num_special = len(tokenizer.encode(""))  # that the model wants around a prompt
