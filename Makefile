@@ -12,7 +12,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet
 CLIENTS := $(VENV)-clients
 CLIENTS_PIP := $(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: setup clients serve test test-aiperf lint format bench bench-front bench-peers peers loadtest tune gains gpu-check roofline cpu-steps quality kernel-table clean
+.PHONY: setup clients serve test test-aiperf lint format bench bench-front bench-peers peers pressure loadtest tune gains gpu-check roofline cpu-steps quality kernel-table clean
 
 setup: $(VENV)/.installed
 
@@ -92,6 +92,10 @@ $(VENV)-vllm-backend/.tried: $(VENV)-vllm/.tried
 
 bench-front: setup
 	$(PY) -m loadtests.front $(ARGS)
+
+# Bursts, classes, long prompts, a small KV cache: three minutes; ARGS=long for one part
+pressure: setup
+	$(PY) -m loadtests.pressure $(ARGS)
 
 # 30 s of made-up traffic against a served model
 loadtest: setup

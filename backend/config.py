@@ -68,7 +68,22 @@ class EngineConfig(BaseModel):
     )
     default_max_tokens: int = Field(16, ge=1, description="max_tokens of requests without it")
     max_queue_size: int = Field(
-        256, ge=0, description="requests that may wait beyond those that can run; more are refused"
+        256,
+        ge=0,
+        description="requests of a class that may wait beyond those that can run; more are refused",
+    )
+    max_queue_tokens: int = Field(
+        1_000_000,
+        ge=1,
+        description="while so many prompt tokens of a class wait, its requests are refused",
+    )
+    max_queue_delay_ms: int = Field(
+        60_000,
+        ge=1,
+        description="how long an interactive request may wait; refused where the queue is slower",
+    )
+    max_request_seconds: float = Field(
+        3600.0, gt=0, description="how long a request may take, waiting and running"
     )
     max_preemptions: int = Field(
         3,

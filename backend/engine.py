@@ -5,6 +5,7 @@ never both at once. All other methods may be called from any thread.
 """
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -12,11 +13,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from backend.admission import Admission
 from backend.block_manager import BlockManager
 from backend.config import EngineConfig
-from backend.errors import InvalidArgument, Unavailable
+from backend.errors import InvalidArgument, RefusalReason, Unavailable
 from backend.scheduler import Policy, ScheduledSequence, Scheduler
-from backend.sequence import EngineOutput, EngineRequest, FinishReason, SampledToken, Sequence
+from backend.sequence import (
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    RequestClass,
+    SampledToken,
+    Sequence,
+)
 from backend.usage import BusyTime, Shares, Totals
 
 logger = logging.getLogger("tritium")
@@ -111,7 +120,9 @@ class Engine:
         )
         self._inbox: deque[EngineRequest | int] = deque()  # to add, or the id to abort
         self._wake = threading.Condition()
-        self._num_unfinished = 0  # reserved places, guarded by _wake
+        self.admission = Admission(  # guarded by _wake
+            config.max_num_seqs, config.max_queue_size, config.max_queue_tokens
+        )
         self._stopping = ""  # why no more requests are taken
         self._thread: threading.Thread | None = None
         self._in_flight: _Step | None = None
@@ -126,28 +137,30 @@ class Engine:
     def is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def reserve(self, num_places: int = 1) -> None:
+    def reserve(
+        self,
+        num_places: int = 1,
+        request_class: RequestClass = RequestClass.INTERACTIVE,
+        patience: float = math.inf,
+    ) -> None:
         """Take places for requests that will be submitted; done before they are tokenised.
 
+        Args:
+            patience: Seconds after which it is no use to leave the queue.
+
         Raises:
-            Unavailable: the queue is full, or the engine is stopping.
+            Unavailable: the queue is full or too slow, or the engine is stopping.
         """
         with self._wake:
-            if self._stopping:
-                raise Unavailable(self._stopping)
-            limit = self._config.max_num_seqs + self._config.max_queue_size
-            if self._num_unfinished + num_places > limit:
-                raise Unavailable(
-                    f"queue full: {self._num_unfinished} requests are running or waiting "
-                    f"(max_num_seqs {self._config.max_num_seqs} + "
-                    f"max_queue_size {self._config.max_queue_size}); try again later"
-                )
-            self._num_unfinished += num_places
+            self._check_open()
+            self.admission.reserve(num_places, request_class, patience, time.perf_counter())
 
-    def release(self, num_places: int = 1) -> None:
+    def release(
+        self, num_places: int = 1, request_class: RequestClass = RequestClass.INTERACTIVE
+    ) -> None:
         """Give back reserved places that no request was submitted for."""
         with self._wake:
-            self._num_unfinished -= num_places
+            self.admission.release(num_places, request_class)
 
     def submit(self, *requests: EngineRequest) -> None:
         """Queue requests on reserved places, all or none.
@@ -164,11 +177,13 @@ class Engine:
                     f"the request can never fit in the KV cache: prompt ("
                     f"{len(request.prompt_token_ids)} tokens) and max_tokens "
                     f"({request.max_tokens}) together need {request.max_kv_tokens} tokens, the "
-                    f"cache holds {self.max_kv_tokens}"
+                    f"cache holds {self.max_kv_tokens}",
+                    RefusalReason.KV_NEVER_FITS,
                 )
         with self._wake:
-            if self._stopping:
-                raise Unavailable(self._stopping)
+            self._check_open()
+            for request in requests:
+                self.admission.submitted(request, time.perf_counter())
             self._inbox.extend(requests)
             self._wake.notify()
 
@@ -182,7 +197,7 @@ class Engine:
         running = len(self.scheduler.running)
         return EngineStats(
             num_running=running,
-            num_waiting=max(self._num_unfinished - running, 0),
+            num_waiting=max(self.admission.num_places - running, 0),
             block_size=self.block_manager.block_size,
             num_blocks=self.block_manager.num_blocks,
             num_used_blocks=self.block_manager.num_used_blocks,
@@ -200,6 +215,7 @@ class Engine:
             self._busy_time.end_idle()
         outputs = self._take_inbox() + self._hand_out(self.scheduler.expire())
         batch = self.scheduler.schedule()
+        self._note_admitted()
         before, self._in_flight = self._in_flight, self._launch(batch)
         outputs += self._update(before)
         if not self._runner.overlaps or self.scheduler.waits_for(batch):
@@ -234,7 +250,7 @@ class Engine:
         with self._wake:
             self._stopping = self._stopping or "the model is shutting down"
         deadline = time.monotonic() + drain_seconds
-        while self._num_unfinished and time.monotonic() < deadline and self.is_alive():
+        while self.admission.num_places and time.monotonic() < deadline and self.is_alive():
             time.sleep(0.02)
         with self._wake:
             self._thread, thread = None, self._thread
@@ -251,8 +267,10 @@ class Engine:
         return self._busy_time.totals(self.block_manager.used_block_ns(), is_quiet)
 
     def check_integrity(self) -> None:
-        """Assert that queues and blocks agree, and that every nanosecond is on one bill."""
+        """Assert that queues, places and blocks agree, and that every nanosecond is on one bill."""
         self.scheduler.check_integrity()
+        with self._wake:
+            self.admission.check_integrity()
         self._busy_time.check_integrity(self.scheduler.unfinished())
 
     def _report_totals(self) -> None:
@@ -289,6 +307,17 @@ class Engine:
                     f"the engine's step failed: {error}",
                 )
 
+    def _check_open(self) -> None:
+        if self._stopping:
+            reason = RefusalReason.DRAINING if self.is_alive() else None  # else it has failed
+            raise Unavailable(self._stopping, reason)
+
+    def _note_admitted(self) -> None:
+        request_ids = [sequence.request_id for sequence in self.scheduler.newly_admitted]
+        if request_ids:
+            with self._wake:
+                self.admission.admitted(request_ids, time.perf_counter())
+
     def _has_something_to_do(self) -> bool:
         return bool(self._thread is None or self._inbox or self.scheduler.has_unfinished())
 
@@ -308,11 +337,12 @@ class Engine:
             self._hand_out(self.scheduler.end(request_id, reason, error))
 
     def _hand_out(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        finished = sum(1 for output in outputs if output.finish_reason)
+        finished = [output.request_id for output in outputs if output.finish_reason]
         if finished:
             self._busy_time.close([output.figures for output in outputs])
             with self._wake:
-                self._num_unfinished -= finished
+                for request_id in finished:
+                    self.admission.ended(request_id)
         if outputs:
             self._on_outputs(outputs.copy())  # step() adds to what is returned here
         return outputs

@@ -1,14 +1,31 @@
 """Errors that end a request with a code of Triton Server's and a message for the caller."""
 
+from enum import StrEnum
+
+
+class RefusalReason(StrEnum):
+    """Why a request was not taken in, though it may be right."""
+
+    QUEUE_FULL = "queue_full"
+    QUEUE_TOKENS = "queue_tokens"
+    DEADLINE_UNMEETABLE = "deadline_unmeetable"
+    KV_NEVER_FITS = "kv_never_fits"
+    DRAINING = "draining"
+
 
 class RequestError(Exception):
     """A request that is refused or failed.
 
-    `code` is the name of a `TritonError` code, `grpc_status` what gRPC calls the same.
+    `code` is the name of a `TritonError` code, `grpc_status` what gRPC calls the same. The message
+    of a refusal starts with its reason.
     """
 
     code = "INTERNAL"
     grpc_status = "INTERNAL"
+
+    def __init__(self, message: str, reason: RefusalReason | None = None) -> None:
+        super().__init__(f"{reason}: {message}" if reason else message)
+        self.reason = reason
 
 
 class InvalidArgument(RequestError):

@@ -9,6 +9,7 @@ what a request has ready is merged into one response.
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import random
@@ -25,10 +26,23 @@ import numpy as np
 
 from backend.config import EngineConfig
 from backend.engine import Engine, EngineStats, Runner
-from backend.errors import Cancelled, InvalidArgument, RequestError, Unavailable
+from backend.errors import (
+    Cancelled,
+    InvalidArgument,
+    RefusalReason,
+    RequestError,
+    Unavailable,
+)
 from backend.output import RequestOutput, Usage
 from backend.protocol import GenerationRequest, parse, response_tensors
-from backend.sequence import EngineOutput, EngineRequest, FinishReason, RequestClass
+from backend.sequence import (
+    Deadline,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    Milestone,
+    RequestClass,
+)
 from backend.structured import Grammar, GrammarCompiler
 from backend.tokenizer import Tokenizer
 
@@ -56,7 +70,12 @@ class Metrics(Protocol):
         usage: Usage | None = None,
         n: int = 1,
         gaps: list[float] | None = None,
+        request_class: RequestClass = RequestClass.INTERACTIVE,
     ) -> None: ...
+
+    def request_refused(self, reason: RefusalReason) -> None: ...
+
+    def prompt_tokenized(self) -> None: ...
 
     def update(self, stats: EngineStats) -> None: ...
 
@@ -76,8 +95,6 @@ class _Live:
     responder: Responder
     outputs: dict[int, RequestOutput]  # by the engine's request ids: one an answer
     num_input_tokens: int
-    arrival: _Arrival
-    has_begun: bool = False  # the engine has given something of it
     cancelling: bool = False
 
 
@@ -150,7 +167,8 @@ class Front:
         try:
             request = parse(inputs, parameters)
             self._check(request)
-            self._engine.reserve(request.sampling.n)  # first, so that a burst costs nothing
+            # First, so that a burst costs nothing.
+            self._engine.reserve(request.sampling.n, request.request_class, self._patience(request))
         except Exception as error:
             self._refuse(responder, error)
             return
@@ -202,7 +220,7 @@ class Front:
         try:
             grammar = _grammar(request, compiled) if compiled else None
             prompt_token_ids = self._encode(request)
-            engine_requests = self._engine_requests(request, prompt_token_ids, grammar)
+            engine_requests = self._engine_requests(request, prompt_token_ids, grammar, arrival)
             live = _Live(
                 request,
                 responder,
@@ -211,24 +229,25 @@ class Front:
                     for r in engine_requests
                 },
                 len(prompt_token_ids),
-                arrival,
             )
             for request_id in live.outputs:
                 self._live[request_id] = live
             self._engine.submit(*engine_requests)
         except Exception as error:
-            self._engine.release(request.sampling.n)
+            self._engine.release(request.sampling.n, request.request_class)
             for request_id in live.outputs if live else ():
                 self._live.pop(request_id, None)
             self._refuse(responder, error)
 
     def _refuse(self, responder: Responder, error: Exception) -> None:
         if isinstance(error, CancelledError):
-            error = Unavailable("the model is shutting down")
+            error = Unavailable("the model is shutting down", RefusalReason.DRAINING)
         if not isinstance(error, RequestError):
             logger.error("a request could not be read", exc_info=error)
             error = RequestError(f"internal error: {error!r}")
         self._metrics.request_finished(error.code.lower())
+        if error.reason:
+            self._metrics.request_refused(error.reason)
         responder.fail(error)
 
     def _output(
@@ -250,6 +269,7 @@ class Front:
         )
 
     def _encode(self, request: GenerationRequest) -> list[int]:
+        self._metrics.prompt_tokenized()
         if request.messages is not None:
             tools = request.tools.functions if request.tools else None
             name, token_ids = "messages", self._tokenizer.encode_chat(request.messages, tools)
@@ -269,7 +289,11 @@ class Front:
         return token_ids
 
     def _engine_requests(
-        self, request: GenerationRequest, prompt_token_ids: list[int], grammar: Grammar | None
+        self,
+        request: GenerationRequest,
+        prompt_token_ids: list[int],
+        grammar: Grammar | None,
+        arrival: _Arrival,
     ) -> list[EngineRequest]:
         """One for each answer; the later ones share the first one's prompt."""
         sampling = request.sampling
@@ -319,8 +343,9 @@ class Front:
             ),
             grammar=grammar,
             repetition_detection=detection,
-            request_class=RequestClass[request.request_class.upper()],
+            request_class=request.request_class,
             priority=sampling.priority,
+            deadlines=self._deadlines(request, arrival),
             speculative=self._speculates(sampling.speculative),
             lora=lora,
             # The line is always part of the salt, so nobody can take on another line's.
@@ -339,6 +364,51 @@ class Front:
             for i in range(1, sampling.n)
         ]
         return [first, *forks]
+
+    def _patience(self, request: GenerationRequest) -> float:
+        """Seconds that a request may wait in the queue."""
+        deadline_ms = request.deadline_ms or math.inf
+        if request.request_class is RequestClass.INTERACTIVE:
+            deadline_ms = min(deadline_ms, self._config.max_queue_delay_ms)
+        return deadline_ms / 1e3
+
+    def _deadlines(self, request: GenerationRequest, arrival: _Arrival) -> tuple[Deadline, ...]:
+        config = self._config
+        limits = [
+            (
+                config.max_request_seconds,
+                Milestone.END,
+                f"max_request_seconds: the request has taken {config.max_request_seconds:g} s",
+            )
+        ]
+        if request.deadline_ms is not None:
+            limits.append(
+                (
+                    request.deadline_ms / 1e3,
+                    Milestone.END,
+                    f"deadline_ms: the answer was not complete within {request.deadline_ms} ms",
+                )
+            )
+        if arrival.timeout:
+            limits.append(
+                (
+                    arrival.timeout,
+                    Milestone.FIRST_TOKEN,
+                    f"timeout: the request has waited {arrival.timeout:g} s for its first token",
+                )
+            )
+        if request.request_class is RequestClass.INTERACTIVE:
+            limits.append(
+                (
+                    config.max_queue_delay_ms / 1e3,
+                    Milestone.ADMISSION,
+                    f"max_queue_delay_ms: the request has waited {config.max_queue_delay_ms} ms",
+                )
+            )
+        return tuple(
+            Deadline(arrival.time + seconds, milestone, error)
+            for seconds, milestone, error in limits
+        )
 
     def _speculates(self, wanted: bool | None) -> bool:
         config = self._config.speculative_config
@@ -401,7 +471,6 @@ class Front:
                 live.responder.fail(RequestError("internal error: the response failed"))
 
     def _respond(self, live: _Live, outputs: list[EngineOutput]) -> None:
-        live.has_begun = True
         for output in outputs:
             if live.outputs[output.request_id].finish_reason:
                 continue  # more than was wanted, before the engine knew
@@ -430,7 +499,9 @@ class Front:
         answers = live.outputs.values()
         usage = Usage.of_samples([answer.usage() for answer in answers])
         gaps = [gap for answer in answers for gap in answer.gaps]
-        self._metrics.request_finished(str(reason), usage, live.request.sampling.n, gaps)
+        self._metrics.request_finished(
+            str(reason), usage, live.request.sampling.n, gaps, live.request.request_class
+        )
         return usage
 
     def _forget(self, live: _Live) -> None:
@@ -447,7 +518,6 @@ class Front:
                 logger.exception("a request that waits for its grammar could not be cancelled")
         for live in set(self._live.copy().values()):
             self._guarded(self._check_cancelled, live)
-            self._guarded(self._check_timeout, live)
         self._metrics.update(self._engine.stats())
 
     def _check_compiling(self, compiling_id: int) -> None:
@@ -457,7 +527,7 @@ class Front:
                 return
             del self._compiling[compiling_id]
         logger.info("[vllm] Cancelling the request")
-        self._engine.release(compiling.request.sampling.n)
+        self._engine.release(compiling.request.sampling.n, compiling.request.request_class)
         self._refuse(compiling.responder, Cancelled("the request was cancelled"))
         logger.info("[vllm] Successfully cancelled the request")
 
@@ -467,17 +537,6 @@ class Front:
             live.cancelling = True
             for request_id in live.outputs:
                 self._engine.abort(request_id)
-
-    def _check_timeout(self, live: _Live) -> None:
-        timeout = live.arrival.timeout
-        if live.has_begun or not timeout or time.perf_counter() < live.arrival.time + timeout:
-            return
-        if not live.cancelling:
-            self._forget(live)
-            self._refuse(
-                live.responder,
-                Unavailable(f"timeout: the request has waited {timeout:g} s for its first token"),
-            )
 
 
 def _give_way() -> None:
@@ -504,7 +563,7 @@ def _error(request: GenerationRequest, output: EngineOutput) -> RequestError | N
     """The error that a request ends with, None where it goes on or ends with an answer."""
     if output.finish_reason is FinishReason.CANCELLED:
         return Cancelled("the request was cancelled")
-    if output.finish_reason is FinishReason.SHUTDOWN:
+    if output.finish_reason in (FinishReason.SHUTDOWN, FinishReason.EXPIRED):
         return Unavailable(output.error)
     if output.finish_reason is FinishReason.INVALID:
         return InvalidArgument(

@@ -14,9 +14,9 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from backend.engine import EngineStats
-from backend.errors import ERRORS
+from backend.errors import ERRORS, RefusalReason
 from backend.output import Usage
-from backend.sequence import FinishReason
+from backend.sequence import FinishReason, RequestClass
 
 logger = logging.getLogger("tritium")
 
@@ -29,6 +29,7 @@ _E2E = [
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 ]
+_QUEUE_TIME = [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0]
 
 
 class Metrics:
@@ -61,7 +62,12 @@ class Metrics:
         self._thread.start()
 
     def request_finished(
-        self, outcome: str, usage: Usage | None = None, n: int = 1, gaps: list[float] | None = None
+        self,
+        outcome: str,
+        usage: Usage | None = None,
+        n: int = 1,
+        gaps: list[float] | None = None,
+        request_class: RequestClass = RequestClass.INTERACTIVE,
     ) -> None:
         """Count a request.
 
@@ -79,6 +85,7 @@ class Metrics:
         self._later(self._prompt_tokens.increment, usage.prompt_tokens)
         self._later(self._cached_tokens.increment, usage.cached_tokens)
         self._later(self._output_tokens.increment, usage.output_tokens)
+        self._later(self._queue_time[request_class].observe, usage.queue_ms / 1e3)
         if not self._vllm:
             return
         self._later(self._vllm_prompt_tokens.increment, usage.prompt_tokens)
@@ -90,6 +97,15 @@ class Metrics:
         self._later(self._vllm_request_prompt_tokens.observe, usage.prompt_tokens)
         self._later(self._vllm_request_generation_tokens.observe, usage.output_tokens)
         self._later(self._vllm_params_n.observe, n)
+
+    def request_refused(self, reason: RefusalReason) -> None:
+        """Count a request that a limit kept out, beside its error's code."""
+        if self._thread:
+            self._later(self._refused[reason].increment, 1)
+
+    def prompt_tokenized(self) -> None:
+        if self._thread:
+            self._later(self._tokenized.increment, 1)
 
     def update(self, stats: EngineStats) -> None:
         """Set the gauges; called a few times a second, since `set` holds the GIL."""
@@ -133,6 +149,28 @@ class Metrics:
         self._requests = {
             outcome: requests.Metric(labels={**self._labels, "outcome": outcome})
             for outcome in _OUTCOMES
+        }
+        refused = self._family(
+            "tritium:requests_refused_total", "Requests that a limit kept out, by reason", counter
+        )
+        self._refused = {
+            reason: refused.Metric(labels={**self._labels, "reason": str(reason)})
+            for reason in RefusalReason
+        }
+        self._tokenized = self._metric(
+            "tritium:prompts_tokenized_total", "Prompts that were tokenised", counter
+        )
+        queue_time = self._family(
+            "tritium:queue_time_seconds",
+            "Seconds from arrival to the first step, of requests that ran",
+            pb_utils.MetricFamily.HISTOGRAM,
+        )
+        self._queue_time = {
+            request_class: queue_time.Metric(
+                labels={**self._labels, "request_class": request_class.name.lower()},
+                buckets=_QUEUE_TIME,
+            )
+            for request_class in RequestClass
         }
         self._prompt_tokens = self._metric(
             "tritium:prompt_tokens_total", "Prompt tokens of requests that ran", counter

@@ -25,6 +25,7 @@ class Usage:
     queue_ms: float
     ttft_ms: float  # time to first token
     total_ms: float
+    preemptions: int = 0  # how often it was recomputed, to give others its KV blocks
 
     @classmethod
     def of_samples(cls, usages: list["Usage"]) -> "Usage":
@@ -37,6 +38,7 @@ class Usage:
             first.queue_ms,
             min((usage.ttft_ms for usage in usages if usage.output_tokens), default=0.0),
             max(usage.total_ms for usage in usages),
+            max(usage.preemptions for usage in usages),
         )
 
 
@@ -97,6 +99,7 @@ class RequestOutput:
         self._num_output_tokens = 0
         self._num_prompt_tokens = num_prompt_tokens
         self._num_cached_tokens = 0
+        self._num_preemptions = 0
         self._clock = clock
         self._arrival_time = clock() if arrival_time is None else arrival_time
         self._scheduled_time = 0.0
@@ -111,6 +114,7 @@ class RequestOutput:
         if self.finish_reason:
             return
         self._num_cached_tokens = output.num_cached_tokens
+        self._num_preemptions = output.num_preemptions
         self._scheduled_time = output.scheduled_time
         if not self._num_output_tokens:
             self._prompt_logprobs = output.prompt_logprobs
@@ -158,6 +162,7 @@ class RequestOutput:
             queue_ms=since_arrival(self._scheduled_time),
             ttft_ms=since_arrival(self._first_token_time),
             total_ms=since_arrival(self._clock()),
+            preemptions=self._num_preemptions,
         )
 
     def _add_token(self, token: SampledToken, hidden: bool) -> None:

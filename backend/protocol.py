@@ -14,7 +14,7 @@ import numpy as np
 from backend.errors import InvalidArgument, Unsupported
 from backend.output import Delta, Usage
 from backend.sampling_params import SamplingParams
-from backend.sequence import SampledToken
+from backend.sequence import RequestClass, SampledToken
 from backend.structured_params import StructuredOutputs
 from backend.tools import Tools, parse_tools
 
@@ -54,6 +54,7 @@ INPUTS = (
     TensorSpec("business_line", "TYPE_STRING", [1]),
     TensorSpec("cache_salt", "TYPE_STRING", [1]),
     TensorSpec("request_class", "TYPE_STRING", [1]),
+    TensorSpec("deadline_ms", "TYPE_INT64", [1]),
 )
 OUTPUTS = (
     TensorSpec("text_output", "TYPE_STRING", [-1]),
@@ -65,7 +66,7 @@ OUTPUTS = (
     TensorSpec("usage", "TYPE_STRING", [1]),
     TensorSpec("prompt_logprobs", "TYPE_STRING", [1]),
 )
-_REQUEST_CLASSES = ("interactive", "offline")
+_MAX_DEADLINE_MS = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,8 @@ class GenerationRequest:
     returned: frozenset[str] = frozenset()  # those of the return_* flags that are set
     business_line: str = ""
     cache_salt: str = ""
-    request_class: str = "interactive"
+    request_class: RequestClass = RequestClass.INTERACTIVE
+    deadline_ms: int | None = None  # from its arrival to the end of the answer; None: for ever
 
     @property
     def form(self) -> StructuredOutputs | None:
@@ -123,11 +125,7 @@ def parse(inputs: Mapping[str, np.ndarray], parameters: str) -> GenerationReques
     business_line, cache_salt, request_class = (
         _label(name, inputs, settings) for name in ("business_line", "cache_salt", "request_class")
     )
-    if request_class not in ("", *_REQUEST_CLASSES):
-        allowed = " or ".join(_REQUEST_CLASSES)
-        raise InvalidArgument(
-            f"request_class: {request_class!r:.100} is not allowed; it is {allowed}"
-        )
+    deadline_ms = _deadline_ms(inputs, settings)
     sampling_parameters = _string(inputs, "sampling_parameters")
     if sampling_parameters is not None:  # replaces the request's parameters
         settings = _json_object("sampling_parameters", sampling_parameters)
@@ -157,7 +155,8 @@ def parse(inputs: Mapping[str, np.ndarray], parameters: str) -> GenerationReques
         returned=frozenset(name for name in _FLAGS if _flag(inputs, name)),
         business_line=business_line,
         cache_salt=cache_salt,
-        request_class=request_class or "interactive",
+        request_class=_request_class(request_class or "interactive"),
+        deadline_ms=deadline_ms,
     )
 
 
@@ -265,6 +264,30 @@ def _label(name: str, inputs: Mapping[str, np.ndarray], settings: dict[str, Any]
     if not isinstance(value, str):
         raise InvalidArgument(f"{name}: {value!r:.100} is not allowed; it is a string")
     return value
+
+
+def _request_class(name: str) -> RequestClass:
+    classes = {request_class.name.lower(): request_class for request_class in RequestClass}
+    if name not in classes:
+        allowed = " or ".join(classes)
+        raise InvalidArgument(f"request_class: {name!r:.100} is not allowed; it is {allowed}")
+    return classes[name]
+
+
+def _deadline_ms(inputs: Mapping[str, np.ndarray], settings: dict[str, Any]) -> int | None:
+    """From its tensor, else from the parameters, where it is taken out."""
+    value = settings.pop("deadline_ms", None)
+    if "deadline_ms" in inputs:
+        value = _one("deadline_ms", inputs["deadline_ms"].reshape(-1).tolist())
+    if value is None:
+        return None
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if type(number) is not int or not 1 <= number <= _MAX_DEADLINE_MS:
+        raise InvalidArgument(
+            f"deadline_ms: {value!r:.100} is not allowed; it is a whole number of milliseconds "
+            f"from 1 to {_MAX_DEADLINE_MS}"
+        )
+    return number
 
 
 def _json(name: str, text: str, what: str) -> Any:

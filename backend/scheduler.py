@@ -131,7 +131,8 @@ class Scheduler:
             while i < len(self.running) and self.running[i].rank is request_class:
                 sequence = self.running[i]
                 i += 1
-                num_new = min(sequence.num_tokens_to_compute, budget - (len(self.running) - i))
+                behind = len(self.running) - i
+                num_new = min(sequence.num_tokens_to_compute, budget, max(budget - behind, 1))
                 if not num_new:
                     continue
                 while not self.block_manager.allocate(sequence, num_new):
@@ -429,6 +430,7 @@ def _output(
         ),
         error=error,
         num_cached_tokens=sequence.num_cached_tokens,
+        num_preemptions=sequence.num_preemptions,
         scheduled_time=sequence.scheduled_time,
         prompt_logprobs=sequence.prompt_logprobs,
         figures=sequence.figures if reason else Figures(),

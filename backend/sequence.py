@@ -175,6 +175,7 @@ class EngineOutput:
     is_whole: bool = False  # STOP came without a stop token: the last one is part of the answer
     error: str = ""  # what went wrong, for those that are no answers
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    num_preemptions: int = 0
     scheduled_time: float = 0.0  # time.perf_counter() when it first left the queue, 0: never
     prompt_logprobs: list[SampledToken] = field(
         default_factory=list

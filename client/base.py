@@ -91,5 +91,7 @@ class Client(ABC):
         return Generation("".join(text), finish_reason, usage)
 
     @abstractmethod
-    def _open(self, fields: Mapping[str, str | bool], timeout: float | None) -> GenerationStream:
+    def _open(
+        self, fields: Mapping[str, str | bool | int], timeout: float | None
+    ) -> GenerationStream:
         """Send one request and return the stream of its answer."""

@@ -28,7 +28,9 @@ class GrpcClient(Client):
         channel = grpc.insecure_channel(url, options=_CHANNEL_OPTIONS)
         self._infer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer
 
-    def _open(self, fields: Mapping[str, str | bool], timeout: float | None) -> GenerationStream:
+    def _open(
+        self, fields: Mapping[str, str | bool | int], timeout: float | None
+    ) -> GenerationStream:
         # gRPC closes our side of the stream behind the only request, so the server ends the call
         # when the answer is complete. The timeout is a deadline, which reaches the server too.
         # Not with the metadata `triton_grpc_error`, which makes errors end the stream with a
@@ -38,13 +40,18 @@ class GrpcClient(Client):
         return GenerationStream(_deltas(call, self._url, timeout), call.cancel)
 
 
-def _infer_request(model: str, fields: Mapping[str, str | bool]) -> service_pb2.ModelInferRequest:
+def _infer_request(
+    model: str, fields: Mapping[str, str | bool | int]
+) -> service_pb2.ModelInferRequest:
     request = service_pb2.ModelInferRequest(model_name=model)
     for name, value in fields.items():
         tensor = request.inputs.add(name=name, shape=[1])
         if isinstance(value, bool):
             tensor.datatype = "BOOL"
             tensor.contents.bool_contents.append(value)
+        elif isinstance(value, int):
+            tensor.datatype = "INT64"
+            tensor.contents.int64_contents.append(value)
         else:
             tensor.datatype = "BYTES"
             tensor.contents.bytes_contents.append(value.encode())

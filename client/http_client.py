@@ -43,7 +43,9 @@ class HttpClient(Client):
         self._host, self._port = parts.hostname, parts.port
         self._path = f"{parts.path.rstrip('/')}/v2/models/{quote(model, safe='')}/generate_stream"
 
-    def _open(self, fields: Mapping[str, str | bool], timeout: float | None) -> GenerationStream:
+    def _open(
+        self, fields: Mapping[str, str | bool | int], timeout: float | None
+    ) -> GenerationStream:
         connection = HTTPConnection(self._host, self._port, timeout=timeout)
         exchange = _Exchange(connection, self._url, timeout)
         exchange.send(self._path, json.dumps(fields).encode())

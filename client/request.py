@@ -12,6 +12,7 @@ class RequestOptions(TypedDict, total=False):
     business_line: str | None  # who pays
     cache_salt: str | None  # extra isolation of the prefix cache
     request_class: str | None  # "interactive" or "offline"
+    deadline_ms: int | None  # within which the answer has to be complete
 
 
 def request_fields(
@@ -22,13 +23,14 @@ def request_fields(
     business_line: str | None = None,
     cache_salt: str | None = None,
     request_class: str | None = None,
-) -> dict[str, str | bool]:
+    deadline_ms: int | None = None,
+) -> dict[str, str | bool | int]:
     """Return the fields of a streamed request; the transports send each as a tensor or JSON key."""
     if (prompt is None) == (messages is None):
         raise ValueError("give exactly one of prompt and messages")
     if sampling and sampling.get("n", 1) not in (1, "1"):
         raise ValueError(f"a stream carries one answer: n must be 1, got {sampling['n']}")
-    fields: dict[str, str | bool] = {
+    fields: dict[str, str | bool | int] = {
         "stream": True,
         "return_finish_reason": True,
         "return_num_output_tokens": True,
@@ -45,5 +47,6 @@ def request_fields(
         "business_line": business_line,
         "cache_salt": cache_salt,
         "request_class": request_class,
+        "deadline_ms": deadline_ms,
     }
     return fields | {name: value for name, value in who.items() if value is not None}

@@ -52,6 +52,7 @@ class Usage:
     queue_ms: float = 0.0
     ttft_ms: float = 0.0
     total_ms: float = 0.0
+    preemptions: int = 0
 
     @classmethod
     def from_json(cls, text: str) -> Self:

@@ -31,6 +31,7 @@ TEXT_FILES = sorted(
 SERVER_TYPES = "triton_python_backend_utils"
 PURE = [
     "sequence",
+    "admission",
     "scheduler",
     "waiting_queue",
     "deadlines",
@@ -45,6 +46,7 @@ PURE = [
 ENGINE = [
     "engine",
     "sequence",
+    "admission",
     "scheduler",
     "waiting_queue",
     "deadlines",

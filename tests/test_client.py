@@ -63,6 +63,11 @@ def test_request_fields_of_a_prompt():
     }
 
 
+def test_a_deadline_is_a_number():
+    assert request_fields("Hi", deadline_ms=250)["deadline_ms"] == 250
+    assert "deadline_ms" not in request_fields("Hi")
+
+
 def test_request_fields_of_messages():
     messages = [{"role": "user", "content": "Grüße"}]
     fields = request_fields(None, messages=messages)

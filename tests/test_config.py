@@ -1,9 +1,12 @@
 """config.pbtxt's parameters to EngineConfig."""
 
 import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
 
 from backend.config import ConfigError, EngineConfig
 from backend.repetition import RepetitionDetection
+from backend.serve import ROOT
 from backend.speculative import SpeculativeConfig
 
 
@@ -25,7 +28,10 @@ def test_every_default_protects_the_server():
     assert config.model == "some/model"
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (64, 512)
     assert (config.max_output_tokens, config.default_max_tokens) == (2048, 16)
-    assert config.max_queue_size == 256
+    assert (config.max_queue_size, config.max_queue_tokens) == (256, 1_000_000)
+    assert (config.max_queue_delay_ms, config.max_request_seconds) == (60_000, 3600.0)
+    assert (config.max_preemptions, config.reserve_blocks_per_seq) == (3, 1)
+    assert (config.max_bypasses, config.ageing_seconds) == (16, 30.0)
     assert (config.block_size, config.prefix_cache) == (16, "off")
     assert (config.kv_cache_memory, config.kv_cache_memory_fraction) == (None, None)
     assert (config.kv_cache_dtype, config.cuda_graphs) == ("auto", True)
@@ -186,3 +192,14 @@ def test_the_block_size_is_a_power_of_two():
 def test_a_configuration_does_not_change():
     with pytest.raises(ValueError):
         read().max_num_seqs = 5
+
+
+@pytest.mark.parametrize("name", ["config.pbtxt", "configs/offline.pbtxt"])
+def test_the_profiles_are_right(name):
+    text = (ROOT / "model_repository/smollm2" / name).read_text()
+    profile = text_format.Parse(text, model_config_pb2.ModelConfig())
+    config = EngineConfig.from_parameters(
+        {key: {"string_value": value.string_value} for key, value in profile.parameters.items()}
+    )
+    assert (config.max_num_batched_tokens > 512) is (name != "config.pbtxt")
+    assert (profile.name, profile.model_transaction_policy.decoupled) == ("smollm2", True)

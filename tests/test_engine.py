@@ -10,7 +10,15 @@ import pytest
 
 from backend.engine import Engine
 from backend.errors import InvalidArgument, Unavailable
-from backend.sequence import EngineOutput, FinishReason, SampledToken, TokenLogprobs
+from backend.sequence import (
+    Deadline,
+    EngineOutput,
+    FinishReason,
+    Milestone,
+    RequestClass,
+    SampledToken,
+    TokenLogprobs,
+)
 from backend.speculative import SpeculativeConfig
 from backend.usage import BusyTime
 from tests.helpers import Collector, CountingRunner, make_config, make_request
@@ -47,8 +55,9 @@ def make_engine(runner=None, **changes) -> tuple[Engine, Collector]:
 
 
 def submit(engine, request_id=0, max_tokens=3, prompt=(1, 2, 3), **fields):
-    engine.reserve()
-    engine.submit(make_request(prompt, max_tokens, request_id, **fields))
+    request = make_request(prompt, max_tokens, request_id, **fields)
+    engine.reserve(1, request.request_class)
+    engine.submit(request)
 
 
 def step_until_idle(engine, collector, num_requests):
@@ -60,6 +69,8 @@ def step_until_idle(engine, collector, num_requests):
 def assert_idle(engine):
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+    assert engine.admission.num_places == 0
+    engine.admission.check_integrity()
 
 
 # -- what a step costs the host --
@@ -118,7 +129,7 @@ def test_a_full_queue_refuses_and_says_which_limit():
     with pytest.raises(Unavailable) as refused:
         engine.reserve()
     assert str(refused.value) == (
-        "queue full: 3 requests are running or waiting "
+        "queue_full: 3 interactive requests are running or waiting "
         "(max_num_seqs 2 + max_queue_size 1); try again later"
     )
     assert refused.value.code == "UNAVAILABLE"
@@ -147,6 +158,41 @@ def test_a_reserved_place_counts_as_waiting():
     engine, _ = make_engine()
     engine.reserve()
     assert engine.stats().num_waiting == 1
+
+
+def test_tokens_that_wait_are_counted_until_they_run():
+    engine, collector = make_engine(max_num_seqs=1, max_queue_tokens=5)
+    submit(engine, 0)
+    submit(engine, 1)
+    with pytest.raises(Unavailable, match="6 prompt tokens") as refused:
+        engine.reserve()
+    assert refused.value.reason == "queue_tokens"
+    engine.step()
+    engine.reserve()
+    engine.release()
+    step_until_idle(engine, collector, 2)
+    assert_idle(engine)
+
+
+def test_who_is_late_leaves_the_queue_before_a_step_is_spent_on_it():
+    engine, _ = make_engine(max_num_seqs=1)
+    late = Deadline(time.perf_counter() - 1, Milestone.ADMISSION, "too late")
+    submit(engine, 0, deadlines=(late,))
+    [output] = engine.step()
+    assert (output.finish_reason, output.error) == (FinishReason.EXPIRED, "too late")
+    assert engine.stats().num_computed_tokens == 0
+    assert_idle(engine)
+
+
+def test_offline_places_are_not_interactive_ones():
+    engine, collector = make_engine(max_num_seqs=1, max_queue_size=0)
+    submit(engine, 0, request_class=RequestClass.OFFLINE)
+    submit(engine, 1)
+    for request_class in RequestClass:
+        with pytest.raises(Unavailable, match=request_class.name.lower()):
+            engine.reserve(1, request_class)
+    step_until_idle(engine, collector, 2)
+    assert_idle(engine)
 
 
 # -- overlapping steps --
@@ -272,8 +318,8 @@ def test_what_can_never_fit_is_refused_on_arrival():
     with pytest.raises(InvalidArgument) as refused:
         engine.submit(make_request(range(14), max_tokens=8))
     assert str(refused.value) == (
-        "the request can never fit in the KV cache: prompt (14 tokens) and max_tokens (8) "
-        "together need 21 tokens, the cache holds 20"
+        "kv_never_fits: the request can never fit in the KV cache: prompt (14 tokens) and "
+        "max_tokens (8) together need 21 tokens, the cache holds 20"
     )
 
 

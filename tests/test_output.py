@@ -225,7 +225,7 @@ class FakeClock:
 def test_usage():
     clock = FakeClock()
     output = make_output(["a", "b"], num_prompt_tokens=7, clock=clock)
-    common = dict(num_cached_tokens=4, scheduled_time=100.25)
+    common = dict(num_cached_tokens=4, num_preemptions=1, scheduled_time=100.25)
     clock.now = 101.5
     output.add(EngineOutput(0, tokens(0), **common))
     assert output.take().usage is None
@@ -239,6 +239,7 @@ def test_usage():
         queue_ms=250.0,
         ttft_ms=1500.0,
         total_ms=3000.0,
+        preemptions=1,
     )
 
 
@@ -268,8 +269,8 @@ def test_a_hidden_stop_token_counts_as_a_token():
 
 
 def test_usage_of_several_answers():
-    a, b = Usage(7, 4, 2, 1.0, 20.0, 30.0), Usage(7, 7, 5, 3.0, 25.0, 60.0)
-    assert Usage.of_samples([a, b]) == Usage(7, 4, 7, 1.0, 20.0, 60.0)
+    a, b = Usage(7, 4, 2, 1.0, 20.0, 30.0, 1), Usage(7, 7, 5, 3.0, 25.0, 60.0, 2)
+    assert Usage.of_samples([a, b]) == Usage(7, 4, 7, 1.0, 20.0, 60.0, 2)
 
 
 # -- blanks --

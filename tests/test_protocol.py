@@ -8,7 +8,7 @@ import pytest
 from backend.errors import InvalidArgument, RequestError, Unsupported
 from backend.output import Delta, Usage
 from backend.protocol import INPUTS, OUTPUTS, GenerationRequest, parse, response_tensors
-from backend.sequence import FinishReason, SampledToken, TokenLogprobs
+from backend.sequence import FinishReason, RequestClass, SampledToken, TokenLogprobs
 
 
 def text(*values: str | bytes) -> np.ndarray:
@@ -63,6 +63,7 @@ def test_declared_inputs():
         "business_line": ("TYPE_STRING", [1]),
         "cache_salt": ("TYPE_STRING", [1]),
         "request_class": ("TYPE_STRING", [1]),
+        "deadline_ms": ("TYPE_INT64", [1]),
     }
 
 
@@ -88,7 +89,7 @@ def test_a_plain_request():
     assert (request.stream, request.echo) == (False, True)
     assert request.sampling.max_tokens is None
     assert (request.business_line, request.cache_salt) == ("", "")
-    assert request.request_class == "interactive"
+    assert request.request_class is RequestClass.INTERACTIVE
     assert request.returned == frozenset()
 
 
@@ -278,7 +279,7 @@ def test_labels_from_tensors():
         business_line=text("search"), cache_salt=text("s"), request_class=text("offline")
     )
     assert (request.business_line, request.cache_salt) == ("search", "s")
-    assert request.request_class == "offline"
+    assert request.request_class is RequestClass.OFFLINE
 
 
 def test_labels_from_parameters_stay_when_the_tensor_replaces_the_rest():
@@ -287,7 +288,7 @@ def test_labels_from_parameters_stay_when_the_tensor_replaces_the_rest():
         sampling_parameters=text('{"seed": 2}'),
     )
     assert (request.business_line, request.cache_salt) == ("search", "s")
-    assert request.request_class == "offline"
+    assert request.request_class is RequestClass.OFFLINE
     assert request.sampling.seed == 2
 
 
@@ -303,11 +304,27 @@ def test_a_label_is_a_string(name, value):
     assert refusal({name: value}) == f"{name}: {value!r} is not allowed; it is a string"
 
 
+def test_deadline_ms():
+    assert read().deadline_ms is None
+    assert read(deadline_ms=np.array([250])).deadline_ms == 250
+    request = read({"deadline_ms": "250", "seed": 1}, sampling_parameters=text('{"seed": 2}'))
+    assert (request.deadline_ms, request.sampling.seed) == (250, 2)
+    assert read({"deadline_ms": 1}, deadline_ms=np.array([2])).deadline_ms == 2
+
+
+@pytest.mark.parametrize("value", [0, -1, 2**31 + 1, 1.5, True, "soon", "-5", [1], {}])
+def test_a_deadline_is_a_whole_number(value):
+    assert refusal({"deadline_ms": value}) == (
+        f"deadline_ms: {value!r} is not allowed; it is a whole number of milliseconds from 1 to "
+        "2147483648"
+    )
+
+
 def test_request_class():
     assert refusal(request_class=text("urgent")) == (
         "request_class: 'urgent' is not allowed; it is interactive or offline"
     )
-    assert read(request_class=text("")).request_class == "interactive"
+    assert read(request_class=text("")).request_class is RequestClass.INTERACTIVE
 
 
 @pytest.mark.parametrize("name", ["business_line", "cache_salt"])
@@ -388,6 +405,7 @@ def test_usage_comes_with_the_last_response():
         "queue_ms": 0.5,
         "ttft_ms": 12.0,
         "total_ms": 30.0,
+        "preemptions": 0,
     }
 
 

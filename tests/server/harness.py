@@ -188,7 +188,8 @@ def send(
     timeout: float = 0,
     **tensors: Any,
 ) -> Stream:
-    """Send one request on a gRPC stream of its own; tensors are bools, texts or lists of texts.
+    """Send one request on a gRPC stream of its own; tensors are bools, integers, texts or lists of
+    texts.
 
     Args:
         timeout: Triton Server's request parameter, in seconds; 0: none.
@@ -206,7 +207,8 @@ def send(
         request.parameters["timeout"].int64_param = int(timeout * 1e6)
     for name, value in tensors.items():
         values = value if isinstance(value, list) else [value]
-        add_tensor(request, name, "BOOL" if isinstance(value, bool) else "BYTES", values)
+        datatype = {bool: "BOOL", int: "INT64"}.get(type(value), "BYTES")
+        add_tensor(request, name, datatype, values)
     return Stream(server.grpc_url, request)
 
 

@@ -1,0 +1,271 @@
+"""What happens under pressure, through a real Triton Server and the real model: `make pressure`.
+
+- burst: ten times as many requests at once as may wait. How soon are the others refused, when
+  do the accepted ones get their first token?
+- mixed: 32 offline streams without end, and an interactive request every 200 ms.
+- long: a prompt of 6,000 tokens among 16 streams, with budgets of a step from small to one that
+  takes the prompt whole.
+- tight: 64 requests with a tenth of the KV cache that they want, and with all of it, in float32.
+
+Times are those of the clients, which share the machine with the server.
+"""
+
+import argparse
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from client import GenerationError, GrpcClient, Usage
+from loadtests.model_folder import serve_with
+from loadtests.statistics import percentile
+
+_WORDS = ("time", "people", "water", "house", "day", "look", "make", "write", "long", "two", "most")
+_BLOCK_BYTES = 16 * 30 * 2 * 3 * 64 * 4  # of SmolLM2-135M in float32
+
+
+@dataclass(slots=True)
+class Result:
+    """One request as its client saw it; times in seconds of time.perf_counter()."""
+
+    start: float
+    moments: list[float] = field(default_factory=list)  # of each delta with text
+    end: float = 0.0
+    num_tokens: int = 0
+    text: str = ""
+    usage: Usage = Usage()  # noqa: RUF009 -- it is frozen
+    error: str = ""
+
+    @property
+    def ttft(self) -> float:
+        return self.moments[0] - self.start
+
+    @property
+    def tpot(self) -> float:
+        return (self.end - self.moments[0]) / max(self.num_tokens - 1, 1)
+
+
+def prompt(num_tokens: int, seed: int = 0) -> str:
+    """So many words of about a token each, others for each seed."""
+    return " ".join(_WORDS[(seed * 7 + i * (seed + 3)) % len(_WORDS)] for i in range(num_tokens))
+
+
+def ask(
+    client: GrpcClient, text: str, max_tokens: int, stop: Callable[[], bool] = lambda: False, **more
+) -> Result:
+    """Read one answer of a set length, until `stop` says so."""
+    sampling = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
+    result = Result(time.perf_counter())
+    try:
+        with client.stream(text, sampling=sampling, **more) as deltas:
+            for delta in deltas:
+                result.num_tokens += delta.num_output_tokens
+                result.text += delta.text
+                if delta.text:
+                    result.moments.append(time.perf_counter())
+                if delta.usage:
+                    result.usage = delta.usage
+                if stop():
+                    break
+    except GenerationError as error:
+        result.error = str(error)
+    result.end = time.perf_counter()
+    return result
+
+
+@contextmanager
+def serving(**parameters: Any) -> Iterator[GrpcClient]:
+    """A client of a server with these limits, warmed up."""
+    with open(os.devnull, "wb") as log, serve_with(parameters, log) as server:
+        client = GrpcClient(f"localhost:{server.grpc_port}", model="smollm2")
+        for _ in range(3):
+            ask(client, prompt(64), 8)
+        yield client
+
+
+def burst(max_num_seqs: int = 16, max_queue_size: int = 32) -> Table:
+    table = _table(
+        "burst: 10 x max_queue_size, all at once and 125/s",
+        *("over, s", "accepted", "refused", "refused after, ms: p50, p99, max"),
+        *("TTFT of accepted, s: p50, max", "bound, s"),
+    )
+    num_requests = 10 * max_queue_size
+    with serving(max_num_seqs=max_num_seqs, max_queue_size=max_queue_size) as client:
+        for interval in (0, 0.008):
+            results = _ask_all(client, [32] * num_requests, interval)
+            accepted = [result for result in results if not result.error]
+            assert all(result.num_tokens == 32 for result in accepted)
+            refused = [result for result in results if result.error]
+            assert all("queue_full" in result.error for result in refused), refused[0].error
+            waits = [(result.end - result.start) * 1e3 for result in refused]
+            ttfts = [result.ttft for result in accepted]
+            # The queue's last one waits while those before it run, max_num_seqs at a time.
+            service = percentile([r.end - r.start - r.usage.queue_ms / 1e3 for r in accepted], 50)
+            table.add_row(
+                f"{interval * num_requests:.1f}",
+                str(len(accepted)),
+                str(len(refused)),
+                f"{percentile(waits, 50):.0f}, {percentile(waits, 99):.0f}, {max(waits):.0f}",
+                f"{percentile(ttfts, 50):.2f}, {max(ttfts):.2f}",
+                f"{(1 + max_queue_size / max_num_seqs) * service:.2f}",
+            )
+    return table
+
+
+def mixed(num_offline: int = 32, seconds: float = 20.0) -> Table:
+    table = _table(
+        f"mixed: {num_offline} offline streams, an interactive one (16 + 4 tokens) every 200 ms",
+        *("interactive", "offline tokens/s", "TPOT, ms: p50"),
+        *("interactive TTFT, ms: p50, p95", "3 steps + prefill", "its share of tokens"),
+    )
+    with serving(max_num_seqs=64) as client:
+        alone = percentile([ask(client, prompt(16, i), 1).ttft for i in range(9)], 50)
+        before = 0.0
+        for with_interactive in (False, True):
+            end = time.perf_counter() + seconds
+            is_over = lambda end=end: time.perf_counter() > end  # noqa: E731
+            offline, interactive = _mix(client, num_offline, is_over, with_interactive)
+            rate = sum(result.num_tokens for result in offline) / seconds
+            tpot = percentile([r.tpot for r in offline if r.num_tokens > 8], 50)
+            if not with_interactive:
+                before = rate
+                table.add_row("no", f"{rate:.0f}", f"{tpot * 1e3:.0f}", "", "", "")
+                continue
+            num_interactive = sum(16 + result.num_tokens for result in interactive)
+            num_tokens = num_interactive + sum(64 + result.num_tokens for result in offline)
+            ttfts = [result.ttft * 1e3 for result in interactive]
+            table.add_row(
+                f"{len(interactive)}",
+                f"{rate:.0f} ({rate / before - 1:+.0%})",
+                f"{tpot * 1e3:.0f}",
+                f"{percentile(ttfts, 50):.0f}, {percentile(ttfts, 95):.0f}",
+                f"{(3 * tpot + alone) * 1e3:.0f} ms",
+                f"{num_interactive / num_tokens:.0%}",
+            )
+    return table
+
+
+def _mix(
+    client: GrpcClient, num_offline: int, is_over: Callable[[], bool], with_interactive: bool
+) -> tuple[list[Result], list[Result]]:
+    """(offline, interactive): streams one after the other, and a new request every 200 ms."""
+    offline: list[Result] = []
+    interactive: list[Result] = []
+
+    def go_on(i: int) -> None:
+        while not is_over():
+            offline.append(ask(client, prompt(64, i), 256, is_over, request_class="offline"))
+
+    def ask_one(i: int) -> None:
+        interactive.append(ask(client, prompt(16, i), 4))
+
+    threads = [threading.Thread(target=go_on, args=(i,)) for i in range(num_offline)]
+    for thread in threads:
+        thread.start()
+    time.sleep(2)  # until their prompts are computed
+    while with_interactive and not is_over():
+        threads.append(threading.Thread(target=ask_one, args=(len(threads),)))
+        threads[-1].start()
+        time.sleep(0.2)
+    for thread in threads:
+        thread.join()
+    return offline, interactive
+
+
+def long(budgets: tuple[int, ...] = (128, 512, 2048, 8192)) -> Table:
+    table = _table(
+        "long: a prompt of 6,000 tokens among 16 streams",
+        *("max_num_batched_tokens", "gaps between tokens meanwhile, ms: p50, p99, max"),
+        "TTFT of the long one, s",
+    )
+    for budget in budgets:
+        with serving(max_num_seqs=32, max_num_batched_tokens=budget) as client:
+            done = threading.Event()
+            with ThreadPoolExecutor(16) as pool:
+                streams = [
+                    pool.submit(ask, client, prompt(64, i), 2000, done.is_set) for i in range(16)
+                ]
+                time.sleep(3)
+                newcomer = ask(client, prompt(6000), 1)
+                done.set()
+                results = [stream.result() for stream in streams]
+        assert not newcomer.error, newcomer.error
+        gaps = []
+        for result in results:
+            inside = [m for m in result.moments if m >= newcomer.start - 0.5]
+            gaps += [(b - a) * 1e3 for a, b in pairwise(inside)]
+        table.add_row(
+            str(budget),
+            f"{percentile(gaps, 50):.0f}, {percentile(gaps, 99):.0f}, {max(gaps):.0f}",
+            f"{newcomer.ttft:.2f}",
+        )
+    return table
+
+
+def tight(num_requests: int = 64, num_tokens: int = 96) -> Table:
+    table = _table(
+        f"tight: {num_requests} requests, {num_tokens} tokens of answer each, one in four 16",
+        *("KV blocks", "tokens/s", "preemptions: all, most of one"),
+        *("short ones end after, s: p50, max", "all after", "same answers"),
+    )
+    lengths = [16 if i % 4 == 3 else num_tokens for i in range(num_requests)]
+    wanted = num_requests * -(-(64 + num_tokens) // 16)
+    texts: list[str] = []
+    for num_blocks in (wanted, wanted // 10):
+        memory = num_blocks * _BLOCK_BYTES
+        with serving(max_num_seqs=64, dtype="float32", kv_cache_memory=memory) as client:
+            begin = time.perf_counter()
+            results = _ask_all(client, lengths)
+        assert [result.num_tokens for result in results] == lengths
+        seconds = max(result.end for result in results) - begin
+        short = [r.end - begin for r, length in zip(results, lengths, strict=True) if length == 16]
+        preemptions = [result.usage.preemptions for result in results]
+        texts = texts or [result.text for result in results]
+        same = sum(result.text == text for result, text in zip(results, texts, strict=True))
+        table.add_row(
+            str(num_blocks),
+            f"{sum(lengths) / seconds:.0f}",
+            f"{sum(preemptions)}, {max(preemptions)}",
+            f"{percentile(short, 50):.1f}, {max(short):.1f}",
+            f"{seconds:.1f}",
+            f"{same} of {num_requests}",
+        )
+    return table
+
+
+def _ask_all(client: GrpcClient, lengths: list[int], interval: float = 0) -> list[Result]:
+    """Requests with answers of these lengths, one every so many seconds."""
+    with ThreadPoolExecutor(len(lengths)) as pool:
+        futures = []
+        for i, length in enumerate(lengths):
+            futures.append(pool.submit(ask, client, prompt(64, i), length))
+            time.sleep(interval)
+        return [future.result() for future in futures]
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def main() -> None:
+    parts = {function.__name__: function for function in (burst, mixed, long, tight)}
+    parser = argparse.ArgumentParser(prog="python -m loadtests.pressure", description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], default=list(parts))
+    for name in parser.parse_args().parts:
+        Console(width=120).print(parts[name]())
+
+
+if __name__ == "__main__":
+    main()
