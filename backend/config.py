@@ -129,12 +129,12 @@ class EngineConfig(BaseModel):
     batch_invariant: bool = Field(
         False,
         description="whether an answer is the same to the bit in any company, on a GPU at a cost; "
-        "on CPU, in bfloat16 on AMX, it always is",
+        "on CPU, in bfloat16 by kernels/cpu.c, it always is",
     )
     quantization: Literal["none", "int8", "int4"] = Field(
         "none",
         description="int8, int4: weights are rounded to so many bits when they are loaded (rows, "
-        "groups of 32), and computed in bfloat16; on CPUs with AMX",
+        "groups of 32), and computed in bfloat16; on CPUs with AVX2",
     )
     repetition_detection: Annotated[RepetitionDetection | None, BeforeValidator(_parse_json)] = (
         Field(

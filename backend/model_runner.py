@@ -16,7 +16,7 @@ from backend.models import LlamaModel, load_model
 from backend.sampler import Sampled, Sampler, grammar_masks, score
 from backend.scheduler import ScheduledSequence
 from backend.sequence import EngineRequest, SampledToken, Sequence
-from kernels import AttentionMetadata, KVCache, bind_threads
+from kernels import AttentionMetadata, KVCache, bind_threads, cpu
 
 # Of what is free: on CPU others need memory, too.
 _SHARES = {"cuda": 0.9, "cpu": 0.5}
@@ -305,7 +305,7 @@ def _choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported()
     else:
-        fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        fast = cpu.library() is not None or torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if fast else torch.float32
 
 
@@ -325,7 +325,7 @@ def _check_batch_invariance(model: LlamaModel, kv_cache: KVCache) -> None:
         dtype = str(model.dtype).removeprefix("torch.")
         raise ConfigError(
             "config.pbtxt: parameter 'batch_invariant': on CPU it needs bfloat16 (here "
-            f"{dtype}), AMX, a C compiler, block_size 16 or more, kv_cache_dtype auto, and a "
+            f"{dtype}), AVX2, a C compiler, block_size 16 or more, kv_cache_dtype auto, and a "
             "model whose sizes are multiples of 32. Otherwise PyTorch computes, and the number of "
             "rows decides how it rounds, in float32 too"
         )

@@ -34,9 +34,11 @@ class Kind(NamedTuple):
     name: str
     quantization: str
     in_c: bool = True  # else by PyTorch
+    dtype: str = "bfloat16"
 
 
 KINDS = (
+    Kind("PyTorch, float32", "none", in_c=False, dtype="float32"),
     Kind("PyTorch, bfloat16", "none", in_c=False),
     Kind("bfloat16", "none"),
     Kind("int8", "int8"),
@@ -61,6 +63,7 @@ def config_of(kind: Kind, **settings: Any) -> EngineConfig:
         "kv_cache_memory": "1GiB",
         "max_num_seqs": 64,
         "quantization": kind.quantization,
+        "dtype": kind.dtype,
     }
     return EngineConfig(model=SMOLLM2, **(defaults | settings))
 
@@ -212,7 +215,7 @@ def bookkeeping(console: Console) -> None:
     """The engine's own time in a step: schedule and update, with no model."""
     for running, waiting in ((32, 0), (64, 0), (128, 0), (256, 0), (256, 10_000)):
         settings = {"max_num_seqs": running, "max_queue_size": waiting}
-        config = config_of(KINDS[1], **settings, max_num_batched_tokens=8192)
+        config = config_of(KINDS[-1], **settings, max_num_batched_tokens=8192)
         engine = make_engine(config, _Idle())
         for i in range(running + waiting):
             engine.reserve()

@@ -1,8 +1,8 @@
 """The operations a model is made of, one public function each.
 
 Each picks the Triton-lang kernel for tensors on CUDA, the C function (`cpu.py`), if there is one,
-on a CPU with AMX, and its plain PyTorch twin (`reference.py`) elsewhere, so that no model code
-knows which runs. Nothing here imports from `backend/`.
+on a CPU with AVX2 or AMX, and its plain PyTorch twin (`reference.py`) elsewhere, so that no model
+code knows which runs. Nothing here imports from `backend/`.
 """
 
 import torch
@@ -42,7 +42,7 @@ def pack_linear(
     """A weight [out_features, in_features] as `linear`, which alone can read it, wants it.
 
     Args:
-        bits: 8 or 4: rounded to so many. Only bfloat16, on a CPU with AMX.
+        bits: 8 or 4: rounded to so many. Only bfloat16, on a CPU with AVX2.
         arena: Of the model's other weights.
 
     Raises:
@@ -52,7 +52,7 @@ def pack_linear(
         return cpu.pack(weight, bits, arena)
     if bits < 16:
         raise ValueError(
-            f"weights in {bits} bits need bfloat16, a CPU with AMX, a C compiler, and sizes that "
+            f"weights in {bits} bits need bfloat16, a CPU with AVX2, a C compiler, and sizes that "
             f"are multiples of 32, not {list(weight.shape)} in {weight.dtype} on {weight.device}"
         )
     return reference.pack_linear(weight)

@@ -1,4 +1,4 @@
-"""The operations for CPUs with AMX, in C: near to float64, and each row the same in any company."""
+"""The operations for CPUs, in C: near to float64, and each row the same in any company."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ from tests.test_kernels import (
 )
 from tests.test_models import make_hf_model
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="needs a CPU with AMX and a compiler")
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="needs AVX2 and a compiler")
 
 DTYPE, BOUND = BF16
 EPS = 1e-5

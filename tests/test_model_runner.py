@@ -147,7 +147,7 @@ def test_a_quantised_cache_takes_less_and_answers_much_the_same(model, dtype):
     assert sum(a[0] == b[0] for a, b in zip(answers, expected, strict=True)) >= 5
 
 
-@pytest.mark.skipif(cpu.library() is None, reason="needs a CPU with AMX and a compiler")
+@pytest.mark.skipif(cpu.library() is None, reason="needs AVX2 and a compiler")
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_rounded_weights_know_what_the_model_knows(quantization, tokenizer):
     """The real model, in bfloat16."""
@@ -172,7 +172,7 @@ def test_rounded_weights_are_refused_where_they_can_not_be_had(dtype):
 
 
 def test_batch_invariance_that_pytorch_s_operations_lack_is_refused(model):
-    with pytest.raises(ConfigError, match=r"'batch_invariant': .*bfloat16 \(here float32\), AMX"):
+    with pytest.raises(ConfigError, match=r"'batch_invariant': .*bfloat16 \(here float32\), AVX2"):
         ModelRunner(make_config(batch_invariant=True), model=model)
 
 

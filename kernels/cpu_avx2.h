@@ -1,0 +1,372 @@
+/* For processors with AVX2 and no AMX: products by fused multiply-adds in float32. Part of `cpu.c`.
+ *
+ * What is 16 wide elsewhere is two registers of 8 here, the lower half first.
+ */
+
+#define INLINE static inline __attribute__((always_inline))
+
+enum {
+    WIDTH = 8,         /* float32 in a register */
+    AT_ONCE = 4,       /* rows: two registers of sums each; 6 need more registers than there are */
+    ROWS_IN_CACHE = 48,
+    KEYS_AT_ONCE = 4,
+};
+
+/* e^x: 0 where it would be denormal, infinite from 88.4 on. Within 2 units in the last place. */
+INLINE __m256 exp8(__m256 x)
+{
+    const __m256 lowest = _mm256_set1_ps(-87);
+    const __m256 normal = _mm256_cmp_ps(x, lowest, _CMP_GE_OQ);
+    x = _mm256_max_ps(x, lowest);
+    x = _mm256_min_ps(x, _mm256_set1_ps(89));
+    const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)),
+                                     _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
+    r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
+    __m256 p = _mm256_set1_ps(1.9875691500e-4f); /* Cephes' polynomial */
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.3981999507e-3f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(8.3334519073e-3f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(4.1665795894e-2f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.6666665459e-1f));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(5.0000001201e-1f));
+    p = _mm256_fmadd_ps(_mm256_mul_ps(p, r), r, _mm256_add_ps(r, _mm256_set1_ps(1)));
+    const __m256i exponent = _mm256_slli_epi32(
+        _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_and_ps(normal, _mm256_mul_ps(p, _mm256_castsi256_ps(exponent)));
+}
+
+INLINE __m256 load8(const bf16 *x)
+{
+    const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+}
+
+/* To bf16, to nearest, ties to even, in the upper halves; the lower ones are of no meaning. */
+INLINE __m256i rounded(__m256 x)
+{
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+}
+
+INLINE void store8(bf16 *out, __m256 x)
+{
+    const __m256i number = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_ORD_Q));
+    __m256i bits = _mm256_blendv_epi8(_mm256_set1_epi32(0x7fc00000), rounded(x), number);
+    bits = _mm256_srli_epi32(bits, 16);
+    bits = _mm256_permute4x64_epi64(_mm256_packus_epi32(bits, bits), 0x08);
+    _mm_storeu_si128((__m128i *)out, _mm256_castsi256_si128(bits));
+}
+
+/* -- linear -- */
+
+/* A row of a weight's tile as float32: the first and the second of each of its 16 pairs. */
+struct pairs {
+    __m256 of[2][2];
+};
+
+INLINE struct pairs read16(const bf16 *row)
+{
+    struct pairs w;
+    for (int half = 0; half < 2; half++) {
+        const __m256i both = _mm256_load_si256((const __m256i *)row + half);
+        w.of[0][half] = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+        w.of[1][half] = _mm256_castsi256_ps(
+            _mm256_and_si256(both, _mm256_set1_epi32((int32_t)0xffff0000)));
+    }
+    return w;
+}
+
+INLINE struct pairs read8(const int8_t *row)
+{
+    struct pairs w;
+    for (int half = 0; half < 2; half++) {
+        const __m256i both = _mm256_cvtepi16_epi32(_mm_load_si128((const __m128i *)row + half));
+        w.of[0][half] =
+            _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(both, 24), 24));
+        w.of[1][half] = _mm256_cvtepi32_ps(_mm256_srai_epi32(both, 8));
+    }
+    return w;
+}
+
+/* scales: two registers of scales, two of offsets. */
+INLINE struct pairs read4(const uint8_t *row, const __m256 scales[4])
+{
+    const __m256i four = _mm256_cvtepu16_epi32(_mm_load_si128((const __m128i *)row));
+    struct pairs w;
+    for (int half = 0; half < 2; half++) {
+        for (int i = 0; i < 2; i++) {
+            const __m256i value = _mm256_and_si256(
+                _mm256_srli_epi32(four, 8 * i + 4 * half), _mm256_set1_epi32(15));
+            const __m256 exact =
+                _mm256_fmadd_ps(_mm256_cvtepi32_ps(value), scales[half], scales[2 + half]);
+            w.of[i][half] = _mm256_castsi256_ps(
+                _mm256_and_si256(rounded(exact), _mm256_set1_epi32((int32_t)0xffff0000)));
+        }
+    }
+    return w;
+}
+
+/* The products of `num_rows` rows of x with 16 columns of the weight. `bits` and `num_rows` are
+ * known when this is compiled. Every sum is taken in the order of k, whatever they are. */
+INLINE void multiply(const float *x, const struct weight *weight, int bits, int num_rows,
+                     int64_t column, int64_t k, __m256 sums[AT_ONCE][2])
+{
+    const int64_t tiles = k / PAIRS, row_bytes = ROW_BYTES * bits / 16;
+    const char *row = (const char *)weight->values + column * tiles * ROWS * row_bytes;
+    const uint16_t *scale = (const uint16_t *)weight->scales + column * tiles * 2 * ROWS;
+    __m256 own[AT_ONCE][2]; /* in registers: `sums` might be where x lies, for all the compiler knows */
+    for (int r = 0; r < num_rows; r++)
+        own[r][0] = own[r][1] = _mm256_setzero_ps();
+    for (int64_t tile = 0; tile < tiles; tile++, scale += 2 * ROWS) {
+        __m256 scales[4];
+        for (int i = 0; i < 4 && bits == 4; i++)
+            scales[i] = _mm256_cvtph_ps(_mm_load_si128((const __m128i *)scale + i));
+        for (int j = 0; j < ROWS; j++, row += row_bytes) {
+            const struct pairs w = bits == 16 ? read16((const bf16 *)row)
+                : bits == 8 ? read8((const int8_t *)row) : read4((const uint8_t *)row, scales);
+            for (int i = 0; i < 2; i++) {
+                for (int r = 0; r < num_rows; r++) {
+                    const __m256 a = _mm256_broadcast_ss(x + r * k + tile * PAIRS + 2 * j + i);
+                    own[r][0] = _mm256_fmadd_ps(a, w.of[i][0], own[r][0]);
+                    own[r][1] = _mm256_fmadd_ps(a, w.of[i][1], own[r][1]);
+                }
+            }
+        }
+    }
+    memcpy(sums, own, num_rows * sizeof(own[0]));
+}
+
+INLINE void multiply_rows(const float *x, const struct weight *weight, int num_rows,
+                          int64_t column, int64_t k, __m256 sums[AT_ONCE][2])
+{
+    switch (weight->bits) {
+    case 16: multiply(x, weight, 16, num_rows, column, k, sums); break;
+    case 8: multiply(x, weight, 8, num_rows, column, k, sums); break;
+    default: multiply(x, weight, 4, num_rows, column, k, sums);
+    }
+}
+
+static void multiply_any(const float *x, const struct weight *weight, int num_rows,
+                         int64_t column, int64_t k, __m256 sums[AT_ONCE][2])
+{
+    switch (num_rows) {
+    case 1: multiply_rows(x, weight, 1, column, k, sums); break;
+    case 2: multiply_rows(x, weight, 2, column, k, sums); break;
+    case 3: multiply_rows(x, weight, 3, column, k, sums); break;
+    default: multiply_rows(x, weight, AT_ONCE, column, k, sums);
+    }
+}
+
+/* out [m, n] = x [m, k] @ weight.T + bias; k % 32 == n % 16 == 0.
+ *
+ * bias: [n], or NULL. out: float32 or bf16.
+ */
+void linear(const bf16 *x, const struct weight *weight, const bf16 *bias, void *out, int is_float,
+            int64_t m, int64_t k, int64_t n)
+{
+    const int64_t columns = n / ROWS;
+    float *const floats = aligned_alloc(64, m * k * sizeof(float));
+    #pragma omp parallel
+    {
+        #pragma omp for
+        for (int64_t row = 0; row < m; row++)
+            for (int64_t i = 0; i < k; i += WIDTH)
+                _mm256_store_ps(floats + row * k + i, load8(x + row * k + i));
+        const int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
+        const int64_t first = columns * thread / num_threads;
+        const int64_t last = columns * (thread + 1) / num_threads;
+        for (int64_t begin = 0; begin < m; begin += ROWS_IN_CACHE) {
+            const int64_t end = MIN(begin + ROWS_IN_CACHE, m);
+            for (int64_t column = first; column < last; column++) {
+                for (int64_t row = begin; row < end; row += AT_ONCE) {
+                    const int num_rows = MIN(AT_ONCE, end - row);
+                    __m256 sums[AT_ONCE][2];
+                    multiply_any(floats + row * k, weight, num_rows, column, k, sums);
+                    for (int i = 0; i < 2 * num_rows; i++) {
+                        const int64_t at = column * ROWS + i % 2 * WIDTH;
+                        __m256 sum = sums[i / 2][i % 2];
+                        if (weight->bits == 8)
+                            sum = _mm256_mul_ps(
+                                sum, _mm256_loadu_ps((const float *)weight->scales + at));
+                        if (bias)
+                            sum = _mm256_add_ps(sum, load8(bias + at));
+                        const int64_t to = (row + i / 2) * n + at;
+                        if (is_float)
+                            _mm256_storeu_ps((float *)out + to, sum);
+                        else
+                            store8((bf16 *)out + to, sum);
+                    }
+                }
+            }
+        }
+    }
+    free(floats);
+}
+
+/* -- activation -- */
+
+static void silu_and_mul_row(const bf16 *gate, const bf16 *up, bf16 *out, int64_t size)
+{
+    for (int64_t i = 0; i < size; i += WIDTH) {
+        const __m256 g = load8(gate + i), one = _mm256_set1_ps(1);
+        const __m256 e = exp8(_mm256_sub_ps(_mm256_setzero_ps(), g));
+        const __m256 silu = _mm256_div_ps(g, _mm256_add_ps(one, e));
+        store8(out + i, _mm256_mul_ps(silu, load8(up + i)));
+    }
+}
+
+/* -- attention -- */
+
+static void begin_attention(void) {}
+
+static void end_attention(void) {}
+
+/* Scores of 4 keys from `k` on with `halves` x 8 columns of queries, [dim, 16]. */
+INLINE void score(const float *queries, const bf16 *k, int64_t token_size, int64_t dim, int halves,
+                  float scale, float *scores)
+{
+    float keys[KEYS_AT_ONCE][MAX_DIM] __attribute__((aligned(32)));
+    for (int j = 0; j < KEYS_AT_ONCE; j++)
+        for (int64_t i = 0; i < dim; i += WIDTH)
+            _mm256_store_ps(keys[j] + i, load8(k + j * token_size + i));
+    __m256 sums[KEYS_AT_ONCE][2];
+    for (int j = 0; j < KEYS_AT_ONCE; j++)
+        sums[j][0] = sums[j][1] = _mm256_setzero_ps();
+    for (int64_t i = 0; i < dim; i++) {
+        for (int half = 0; half < halves; half++) {
+            const __m256 q = _mm256_load_ps(queries + i * ROWS + half * WIDTH);
+            for (int j = 0; j < KEYS_AT_ONCE; j++)
+                sums[j][half] =
+                    _mm256_fmadd_ps(_mm256_broadcast_ss(keys[j] + i), q, sums[j][half]);
+        }
+    }
+    for (int j = 0; j < KEYS_AT_ONCE; j++)
+        for (int half = 0; half < halves; half++)
+            _mm256_store_ps(scores + j * ROWS + half * WIDTH,
+                            _mm256_mul_ps(sums[j][half], _mm256_set1_ps(scale)));
+}
+
+/* Adds up to 16 values of keys' rows, weighed with the probabilities of some columns. */
+INLINE void add_values(const bf16 *v, int64_t token_size, const float *probs, int64_t num_keys,
+                       int num_columns, __m256 sums[AT_ONCE][2])
+{
+    __m256 own[AT_ONCE][2]; /* in registers, see above */
+    memcpy(own, sums, num_columns * sizeof(own[0]));
+    for (int64_t key = 0; key < num_keys; key++, v += token_size, probs += ROWS) {
+        const __m256 lower = load8(v), upper = load8(v + WIDTH);
+        for (int c = 0; c < num_columns; c++) {
+            const __m256 p = _mm256_broadcast_ss(probs + c);
+            own[c][0] = _mm256_fmadd_ps(p, lower, own[c][0]);
+            own[c][1] = _mm256_fmadd_ps(p, upper, own[c][1]);
+        }
+    }
+    memcpy(sums, own, num_columns * sizeof(own[0]));
+}
+
+static void add_values_any(const bf16 *v, int64_t token_size, const float *probs, int64_t num_keys,
+                           int num_columns, __m256 sums[AT_ONCE][2])
+{
+    switch (num_columns) {
+    case 1: add_values(v, token_size, probs, num_keys, 1, sums); break;
+    case 2: add_values(v, token_size, probs, num_keys, 2, sums); break;
+    case 3: add_values(v, token_size, probs, num_keys, 3, sums); break;
+    default: add_values(v, token_size, probs, num_keys, AT_ONCE, sums);
+    }
+}
+
+/* Attention of `num_queries` tokens of one sequence, from its `first` on, with all the heads that
+ * share a KV head: at most 16 columns.
+ *
+ * Three passes over the keys the queries see: scores; exp(score - largest); products with the
+ * values. A key that one query of the task sees and another does not adds an exact 0 to the latter.
+ */
+static void attend(const struct attention *s, int64_t seq, int64_t kv_head, int64_t first,
+                   int64_t num_queries, struct scratch *scratch)
+{
+    const int64_t group = s->num_heads / s->num_kv_heads, columns = num_queries * group;
+    const int64_t dim = s->dim, token_size = s->num_kv_heads * dim;
+    const int64_t seq_len = s->seq_lens[seq];
+    const int64_t context = seq_len - (s->starts[seq + 1] - s->starts[seq]) + first;
+    const int64_t end = context + num_queries; /* of the keys seen */
+    const int64_t seen = s->window && context >= s->window ? context - s->window + 1 : 0;
+    const int64_t begin = seen / KEYS_AT_ONCE * KEYS_AT_ONCE; /* never across a block's end */
+    const int halves = columns > WIDTH ? 2 : 1;
+    make_room(scratch, end - begin + KEYS_AT_ONCE);
+
+    float queries[MAX_DIM][ROWS] __attribute__((aligned(32)));
+    memset(queries, 0, dim * sizeof(queries[0]));
+    int32_t last_seen[ROWS]; /* by each column; those that are no query's like the first */
+    for (int64_t c = 0; c < ROWS; c++) {
+        const int64_t query = c < columns ? c / group : 0;
+        last_seen[c] = context + query;
+        if (c >= columns)
+            continue;
+        const int64_t token = s->starts[seq] + first + query;
+        const bf16 *q = s->q + (token * s->num_heads + kv_head * group + c % group) * dim;
+        for (int64_t i = 0; i < dim; i++)
+            queries[i][c] = to_float(q[i]);
+    }
+
+    /* Scores. */
+    const __m256i window = _mm256_set1_epi32(s->window ? s->window : INT32_MAX);
+    __m256 largest[2] = {_mm256_set1_ps(NEVER), _mm256_set1_ps(NEVER)};
+    for (int64_t key = begin; key < end; key += KEYS_AT_ONCE) {
+        float *scores = scratch->scores + (key - begin) * ROWS;
+        const bf16 *k = at_key(s, s->keys, seq, kv_head, key);
+        if (halves == 1)
+            score(queries[0], k, token_size, dim, 1, s->scale, scores);
+        else
+            score(queries[0], k, token_size, dim, 2, s->scale, scores);
+        for (int i = 0; i < KEYS_AT_ONCE * halves; i++) {
+            const int half = i % halves, j = i / halves;
+            const __m256i behind = _mm256_sub_epi32(
+                _mm256_loadu_si256((const __m256i *)last_seen + half), _mm256_set1_epi32(key + j));
+            const __m256i sees = _mm256_andnot_si256(
+                _mm256_cmpgt_epi32(_mm256_setzero_si256(), behind),
+                _mm256_cmpgt_epi32(window, behind));
+            float *at = scores + j * ROWS + half * WIDTH;
+            const __m256 masked = _mm256_blendv_ps(_mm256_set1_ps(NEVER), _mm256_load_ps(at),
+                                                   _mm256_castsi256_ps(sees));
+            _mm256_store_ps(at, masked);
+            largest[half] = _mm256_max_ps(largest[half], masked);
+        }
+    }
+
+    /* Probabilities, not yet divided by their sums. */
+    float inverse[ROWS];
+    for (int half = 0; half < halves; half++) {
+        __m256 sum = _mm256_setzero_ps();
+        for (int64_t key = begin; key < end; key++) {
+            float *at = scratch->scores + (key - begin) * ROWS + half * WIDTH;
+            const __m256 p = exp8(_mm256_sub_ps(_mm256_load_ps(at), largest[half]));
+            sum = _mm256_add_ps(sum, p);
+            _mm256_store_ps(at, p);
+        }
+        _mm256_storeu_ps(inverse + half * WIDTH, _mm256_div_ps(_mm256_set1_ps(1), sum));
+    }
+
+    /* Products with the values, of 16 of `dim` at a time. */
+    for (int64_t i = 0; i < dim; i += ROWS) {
+        for (int64_t c = 0; c < columns; c += AT_ONCE) {
+            const int num_columns = MIN(AT_ONCE, columns - c);
+            __m256 sums[AT_ONCE][2];
+            for (int j = 0; j < AT_ONCE; j++)
+                sums[j][0] = sums[j][1] = _mm256_setzero_ps();
+            for (int64_t key = seen, next; key < end; key = next) {
+                next = MIN((key / s->block_size + 1) * s->block_size, end);
+                add_values_any(at_key(s, s->values, seq, kv_head, key) + i, token_size,
+                               scratch->scores + (key - begin) * ROWS + c, next - key, num_columns,
+                               sums);
+            }
+            for (int j = 0; j < num_columns; j++) {
+                const int64_t token = s->starts[seq] + first + (c + j) / group;
+                const int64_t head = kv_head * group + (c + j) % group;
+                bf16 *out = s->out + (token * s->num_heads + head) * dim + i;
+                const __m256 factor = _mm256_set1_ps(inverse[c + j]);
+                store8(out, _mm256_mul_ps(sums[j][0], factor));
+                store8(out + WIDTH, _mm256_mul_ps(sums[j][1], factor));
+            }
+        }
+    }
+}
