@@ -94,7 +94,7 @@ def calls_of(engine: Engine) -> int:
 
 def test_a_step_costs_the_same_however_many_wait():
     def decoding(num_waiting: int) -> Engine:
-        engine, _ = make_engine(max_num_seqs=4, max_queue_size=num_waiting)
+        engine, _ = make_engine(max_num_seqs=4, max_queue_size=num_waiting, ageing_seconds=600)
         for i in range(4 + num_waiting):
             submit(engine, i, max_tokens=20)
         for _ in range(4):
