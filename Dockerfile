@@ -28,6 +28,9 @@ COPY tritium /opt/tritonserver/backends/tritium
 # Compiled kernels, of Triton-lang and of C: triton-server, the user below, has no home folder.
 ENV TRITON_CACHE_DIR=/tmp/triton-lang XDG_CACHE_HOME=/tmp/cache
 
+# Where deploy/docker-compose.yml keeps ledgers.
+RUN install -d -o 1000 -g 1000 /var/lib/tritium
+
 USER 1000:1000
 EXPOSE 8000 8001 8002
 HEALTHCHECK --start-period=3m CMD ["curl", "-fsS", "http://localhost:8000/v2/health/ready"]

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -157,6 +158,26 @@ class EngineConfig(BaseModel):
         '{"method": "ngram", "num_speculative_tokens": 8}; default: none',
     )
     prefix_cache: Literal["on", "off"] = Field("off", description="reuse of computed prefixes")
+    business_lines: Annotated[list[_Name], BeforeValidator(_parse_json)] = Field(
+        [],
+        description='those that metrics tell apart, as JSON: ["search", "ads"]; all others '
+        "are counted as 'other'",
+    )
+    price_per_hour: float | None = Field(
+        None, ge=0, description="of the device; where set, a request's usage has its cost"
+    )
+    ledger_path: Path | None = Field(
+        None, description="directory of the ledger's files; default: there is no ledger"
+    )
+    ledger_rotate_hours: float = Field(
+        24.0, gt=0, description="how long a file of the ledger is written to"
+    )
+    ledger_retention_days: float = Field(
+        90.0, gt=0, description="how long a file of the ledger is kept after its last row"
+    )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="json: a log line is one JSON object, and each request is one line"
+    )
     drain_seconds: float = Field(
         10.0, ge=0, description="how long running requests may go on when the model is unloaded"
     )

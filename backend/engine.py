@@ -30,6 +30,7 @@ from backend.usage import BusyTime, Shares, Totals
 
 logger = logging.getLogger("tritium")
 
+_MAX_STEPS = 1000  # kept until they are taken
 _TOTALS_NS = 1_000_000_000  # between two reports of where the time went
 
 
@@ -57,10 +58,19 @@ class _Step(NamedTuple):
     shares: Shares
 
 
+class StepFigures(NamedTuple):
+    """A step that has been read."""
+
+    num_sequences: int
+    num_tokens: int
+    duration_ns: int
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """How full the engine is at one moment, and what it has done since it started."""
 
+    is_alive: bool
     num_running: int
     num_waiting: int
     block_size: int
@@ -100,6 +110,7 @@ class Engine:
         self._on_totals = on_totals
         self._busy_time = busy_time or BusyTime()
         self._next_totals = 0
+        self._steps: deque[StepFigures] = deque(maxlen=_MAX_STEPS)
         self.block_manager = BlockManager(
             runner.num_blocks,
             config.block_size,
@@ -196,6 +207,7 @@ class Engine:
     def stats(self) -> EngineStats:
         running = len(self.scheduler.running)
         return EngineStats(
+            is_alive=self.is_alive(),
             num_running=running,
             num_waiting=max(self.admission.num_places - running, 0),
             block_size=self.block_manager.block_size,
@@ -208,6 +220,10 @@ class Engine:
             num_draft_tokens=self.scheduler.drafts.num_tokens,
             num_accepted_tokens=self.scheduler.drafts.num_accepted_tokens,
         )
+
+    def take_steps(self) -> list[StepFigures]:
+        """The steps that have been read since this was asked last, at most the latest 1,000."""
+        return [self._steps.popleft() for _ in range(len(self._steps))]
 
     def step(self) -> list[EngineOutput]:
         """One step over what is there now: schedule, run, update."""
@@ -237,11 +253,14 @@ class Engine:
         if step is None:
             return []
         sampled = step.read()
-        self._busy_time.end_step(step.shares)
+        duration = self._busy_time.end_step(step.shares)
+        num_tokens = sum(scheduled.num_new_tokens for scheduled in step.batch)
+        self._steps.append(StepFigures(len(step.batch), num_tokens, duration))
         return self._hand_out(self.scheduler.update(step.batch, sampled))
 
     def start(self) -> None:
         """Step on a thread of the engine's own until `stop()`."""
+        self._report_totals()
         self._thread = threading.Thread(target=self._run, name="engine")
         self._thread.start()
 
@@ -259,6 +278,7 @@ class Engine:
             thread.join()
         self._take_inbox()
         self._end_all(self.scheduler.unfinished_ids(), FinishReason.SHUTDOWN, self._stopping)
+        self._busy_time.end_idle()
         self._report_totals()
 
     def totals(self) -> Totals:

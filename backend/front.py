@@ -24,8 +24,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from backend.billing import Bill, Billing
 from backend.config import EngineConfig
-from backend.engine import Engine, EngineStats, Runner
+from backend.engine import Engine, EngineStats, Runner, StepFigures
 from backend.errors import (
     Cancelled,
     InvalidArgument,
@@ -45,6 +46,7 @@ from backend.sequence import (
 )
 from backend.structured import Grammar, GrammarCompiler
 from backend.tokenizer import Tokenizer
+from backend.usage import BusyTime, Totals
 
 logger = logging.getLogger("tritium")
 
@@ -64,20 +66,11 @@ class Responder(Protocol):
 class Metrics(Protocol):
     """Takes what the front and the engine count."""
 
-    def request_finished(
-        self,
-        outcome: str,
-        usage: Usage | None = None,
-        n: int = 1,
-        gaps: list[float] | None = None,
-        request_class: RequestClass = RequestClass.INTERACTIVE,
-    ) -> None: ...
-
     def request_refused(self, reason: RefusalReason) -> None: ...
 
     def prompt_tokenized(self) -> None: ...
 
-    def update(self, stats: EngineStats) -> None: ...
+    def update(self, stats: EngineStats, steps: list[StepFigures]) -> None: ...
 
 
 class _Arrival(NamedTuple):
@@ -95,6 +88,7 @@ class _Live:
     responder: Responder
     outputs: dict[int, RequestOutput]  # by the engine's request ids: one an answer
     num_input_tokens: int
+    bill: Bill
     cancelling: bool = False
 
 
@@ -105,6 +99,7 @@ class _Compiling:
     request: GenerationRequest
     responder: Responder
     arrival: _Arrival
+    bill: Bill
 
 
 class Front:
@@ -117,7 +112,9 @@ class Front:
         grammars: For answers that must have a form.
         max_model_len: Tokens of prompt and answer together.
         eos_token_ids: End an answer, unless `ignore_eos`.
-        metrics: Told of every request that ends, and of the engine a few times a second.
+        metrics: Told of refusals, and of the engine a few times a second.
+        billing: Told of every request that comes and ends.
+        busy_time: Shares the engine's time among the requests.
     """
 
     def __init__(
@@ -129,6 +126,8 @@ class Front:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         metrics: Metrics,
+        billing: Billing,
+        busy_time: BusyTime | None = None,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
@@ -136,14 +135,15 @@ class Front:
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._metrics = metrics
+        self._billing = billing
         self._live: dict[int, _Live] = {}  # by the engine's request ids
         # By ids: the callbacks of grammars live as long as those, and responders must not.
         self._compiling: dict[int, _Compiling] = {}
         self._compiling_ids = count()
         self._compiling_lock = threading.Lock()
         self._request_ids = count()
-        self._outputs: queue.SimpleQueue[list[EngineOutput] | None] = queue.SimpleQueue()
-        self._engine = Engine(config, runner, self._outputs.put)
+        self._outputs: queue.SimpleQueue[list[EngineOutput] | Totals | None] = queue.SimpleQueue()
+        self._engine = Engine(config, runner, self._outputs.put, busy_time, self._outputs.put)
         self._thread = threading.Thread(target=self._run, name="output")
         self._engine.start()
         self._thread.start()
@@ -157,28 +157,32 @@ class Front:
         parameters: str,
         responder: Responder,
         timeout: float = 0,
+        request_id: str = "",
     ) -> None:
         """Accept a request or answer it with an error. Never raises.
 
         Args:
             timeout: Seconds after which it is refused, if it has no token by then; 0: never.
+            request_id: Its client's.
         """
         arrival = _Arrival(time.perf_counter(), timeout)
+        bill = self._billing.open(request_id)
         try:
             request = parse(inputs, parameters)
+            bill.describe(request)
             self._check(request)
             # First, so that a burst costs nothing.
             self._engine.reserve(request.sampling.n, request.request_class, self._patience(request))
         except Exception as error:
-            self._refuse(responder, error)
+            self._refuse(responder, bill, error)
             return
         if request.form:
             compiling_id = next(self._compiling_ids)
-            self._compiling[compiling_id] = _Compiling(request, responder, arrival)
+            self._compiling[compiling_id] = _Compiling(request, responder, arrival, bill)
             compiled = self._grammars.compile(request.form)
             compiled.add_done_callback(partial(self._submit_compiled, compiling_id))
         else:
-            self._submit(request, responder, arrival)
+            self._submit(request, responder, arrival, bill)
 
     def stop(self) -> None:
         """Let running requests end for `drain_seconds`, then end what is left with an error."""
@@ -206,13 +210,15 @@ class Front:
         with self._compiling_lock:
             compiling = self._compiling.pop(compiling_id, None)
         if compiling:  # not cancelled meanwhile
-            self._submit(compiling.request, compiling.responder, compiling.arrival, compiled)
+            request, responder = compiling.request, compiling.responder
+            self._submit(request, responder, compiling.arrival, compiling.bill, compiled)
 
     def _submit(
         self,
         request: GenerationRequest,
         responder: Responder,
         arrival: _Arrival,
+        bill: Bill,
         compiled: Future[Grammar] | None = None,
     ) -> None:
         """Hand a request over on its reserved places, or answer it with an error. Never raises."""
@@ -229,23 +235,26 @@ class Front:
                     for r in engine_requests
                 },
                 len(prompt_token_ids),
+                bill,
             )
             for request_id in live.outputs:
                 self._live[request_id] = live
+            self._billing.submitted(bill, live.outputs)
             self._engine.submit(*engine_requests)
         except Exception as error:
             self._engine.release(request.sampling.n, request.request_class)
             for request_id in live.outputs if live else ():
                 self._live.pop(request_id, None)
-            self._refuse(responder, error)
+            self._billing.withdrawn(bill)
+            self._refuse(responder, bill, error)
 
-    def _refuse(self, responder: Responder, error: Exception) -> None:
+    def _refuse(self, responder: Responder, bill: Bill, error: Exception) -> None:
         if isinstance(error, CancelledError):
             error = Unavailable("the model is shutting down", RefusalReason.DRAINING)
         if not isinstance(error, RequestError):
             logger.error("a request could not be read", exc_info=error)
             error = RequestError(f"internal error: {error!r}")
-        self._metrics.request_finished(error.code.lower())
+        self._billing.close(bill, error.code.lower())
         if error.reason:
             self._metrics.request_refused(error.reason)
         responder.fail(error)
@@ -440,13 +449,20 @@ class Front:
         stopping = False
         while not stopping:
             outputs: dict[int, list[EngineOutput]] = {}
+            totals: Totals | None = None
             try:
                 stepped = self._outputs.get(timeout=_POLL_SECONDS)
                 while stepped is not None:
+                    if isinstance(stepped, Totals):
+                        totals = stepped  # of what has been taken so far, and no more
+                        break
                     for output in stepped:
                         outputs.setdefault(output.request_id, []).append(output)
+                        if output.finish_reason:
+                            self._billing.engine_ended(output)
                     stepped = self._outputs.get_nowait()
-                stopping = True
+                else:
+                    stopping = True
             except queue.Empty:
                 pass
             fresh: dict[_Live, list[EngineOutput]] = {}
@@ -455,6 +471,8 @@ class Front:
                     fresh.setdefault(live, []).extend(merged)
             for live, merged in fresh.items():
                 self._guarded(self._respond, live, merged)
+            if totals:
+                self._billing.totals(totals)
             if time.monotonic() >= next_poll:
                 self._poll()
                 next_poll = time.monotonic() + _POLL_SECONDS
@@ -467,6 +485,8 @@ class Front:
         except Exception:
             logger.exception("request %d: its response failed", min(live.outputs))
             self._forget(live)
+            if not live.bill.outcome:
+                self._billing.close(live.bill, RequestError.code.lower())
             with contextlib.suppress(Exception):  # the client may be what failed
                 live.responder.fail(RequestError("internal error: the response failed"))
 
@@ -485,6 +505,8 @@ class Front:
                 self._engine.abort(output.request_id)  # a stop string, which it can't know
         answers = live.outputs.values()
         final = all(answer.finish_reason for answer in answers)
+        if final and live.bill.engine_ids and "return_usage" in live.request.returned:
+            return  # the engine's last word, about a step after a stop string, is missing
         if not final and not (live.request.stream and any(answer.is_ready for answer in answers)):
             return
         deltas = [answer.take() for answer in answers]
@@ -499,10 +521,8 @@ class Front:
         answers = live.outputs.values()
         usage = Usage.of_samples([answer.usage() for answer in answers])
         gaps = [gap for answer in answers for gap in answer.gaps]
-        self._metrics.request_finished(
-            str(reason), usage, live.request.sampling.n, gaps, live.request.request_class
-        )
-        return usage
+        self._billing.close(live.bill, str(reason), usage, gaps)
+        return self._billing.usage(live.bill, usage)
 
     def _forget(self, live: _Live) -> None:
         """Nothing of the request will be sent from here on; the engine ends what it has of it."""
@@ -518,7 +538,7 @@ class Front:
                 logger.exception("a request that waits for its grammar could not be cancelled")
         for live in set(self._live.copy().values()):
             self._guarded(self._check_cancelled, live)
-        self._metrics.update(self._engine.stats())
+        self._metrics.update(self._engine.stats(), self._engine.take_steps())
 
     def _check_compiling(self, compiling_id: int) -> None:
         with self._compiling_lock:  # nothing is asked once another thread may have answered
@@ -528,7 +548,7 @@ class Front:
             del self._compiling[compiling_id]
         logger.info("[vllm] Cancelling the request")
         self._engine.release(compiling.request.sampling.n, compiling.request.request_class)
-        self._refuse(compiling.responder, Cancelled("the request was cancelled"))
+        self._refuse(compiling.responder, compiling.bill, Cancelled("the request was cancelled"))
         logger.info("[vllm] Successfully cancelled the request")
 
     def _check_cancelled(self, live: _Live) -> None:

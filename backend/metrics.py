@@ -9,14 +9,15 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton_python_backend_utils as pb_utils
 
-from backend.engine import EngineStats
+from backend.engine import EngineStats, StepFigures
 from backend.errors import ERRORS, RefusalReason
-from backend.output import Usage
+from backend.ledger import RequestRow
 from backend.sequence import FinishReason, RequestClass
+from backend.usage import Totals
 
 logger = logging.getLogger("tritium")
 
@@ -32,6 +33,23 @@ _E2E = [
 _QUEUE_TIME = [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0]
 
 
+_POWERS = [float(2**i) for i in range(15)]
+_KINDS = {
+    "prompt": "Prompt tokens of requests that ran",
+    "cached": "Prompt tokens found in the prefix cache",
+    "output": "Tokens of answers that ended",
+}
+
+
+class _Line(NamedTuple):
+    """The counters of a business line."""
+
+    busy: Any
+    kv_block_seconds: Any
+    saved: Any
+    tokens: dict[str, Any]  # by kind
+
+
 class Metrics:
     """Counts requests and tokens as requests end, and shows the engine's state as it is told.
 
@@ -42,9 +60,12 @@ class Metrics:
         model, version: Labels.
         max_model_len: Bounds vLLM's histograms of tokens.
         vllm: Whether vLLM's families are there.
+        business_lines: Those that have a label of their own; all else is "other".
     """
 
-    def __init__(self, model: str, version: str, max_model_len: int, vllm: bool) -> None:
+    def __init__(
+        self, model: str, version: str, max_model_len: int, vllm: bool, business_lines: list[str]
+    ) -> None:
         self._labels = {"model": model, "version": version}
         self._families: list[Any] = []  # a metric lives as long as its family
         self._counted: dict[str, int] = {}  # of the engine's own counters
@@ -52,7 +73,7 @@ class Metrics:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         try:
-            self._create()
+            self._create(business_lines)
             if vllm:
                 self._create_vllm(max_model_len)
         except pb_utils.TritonModelException as error:
@@ -61,42 +82,43 @@ class Metrics:
         self._thread = threading.Thread(target=self._run, name="metrics")
         self._thread.start()
 
-    def request_finished(
-        self,
-        outcome: str,
-        usage: Usage | None = None,
-        n: int = 1,
-        gaps: list[float] | None = None,
-        request_class: RequestClass = RequestClass.INTERACTIVE,
-    ) -> None:
+    def request_finished(self, row: RequestRow, gaps: list[float]) -> None:
         """Count a request.
 
         Args:
-            outcome: Its finish reason, or the code of its error.
-            usage: What it used, where it ran.
-            n: Its sampling parameter.
+            row: What it used.
             gaps: Seconds between the tokens of its answers.
         """
         if not self._thread:
             return
-        self._later(self._requests[outcome].increment, 1)
-        if not usage or not usage.output_tokens:  # it never ran
+        self._later(self._requests[row.outcome].increment, 1)
+        line = self._lines.get(row.business_line, self._lines["other"])
+        self._later(line.busy.increment, row.busy_ns / 1e9)
+        self._later(line.kv_block_seconds.increment, row.kv_block_seconds)
+        self._later(line.saved.increment, row.saved_ns / 1e9)
+        if not row.output_tokens:  # it never ran
             return
-        self._later(self._prompt_tokens.increment, usage.prompt_tokens)
-        self._later(self._cached_tokens.increment, usage.cached_tokens)
-        self._later(self._output_tokens.increment, usage.output_tokens)
-        self._later(self._queue_time[request_class].observe, usage.queue_ms / 1e3)
+        for kind in _KINDS:
+            num_tokens = getattr(row, f"{kind}_tokens")
+            self._later(self._tokens[kind].increment, num_tokens)
+            self._later(line.tokens[kind].increment, num_tokens)
+        self._later(self._queue_time[row.request_class].observe, row.queue_ms / 1e3)
+        self._later(self._ttft.observe, row.ttft_ms / 1e3)
+        self._later(self._e2e.observe, row.total_ms / 1e3)
+        if gaps:
+            self._later(self._tpot.observe, sum(gaps) / len(gaps))
+            self._later(self._stall.observe, max(gaps))
         if not self._vllm:
             return
-        self._later(self._vllm_prompt_tokens.increment, usage.prompt_tokens)
-        self._later(self._vllm_generation_tokens.increment, usage.output_tokens)
-        self._later(self._vllm_ttft.observe, usage.ttft_ms / 1e3)
-        for gap in gaps or ():
+        self._later(self._vllm_prompt_tokens.increment, row.prompt_tokens)
+        self._later(self._vllm_generation_tokens.increment, row.output_tokens)
+        self._later(self._vllm_ttft.observe, row.ttft_ms / 1e3)
+        for gap in gaps:
             self._later(self._vllm_tpot.observe, gap)
-        self._later(self._vllm_e2e.observe, usage.total_ms / 1e3)
-        self._later(self._vllm_request_prompt_tokens.observe, usage.prompt_tokens)
-        self._later(self._vllm_request_generation_tokens.observe, usage.output_tokens)
-        self._later(self._vllm_params_n.observe, n)
+        self._later(self._vllm_e2e.observe, row.total_ms / 1e3)
+        self._later(self._vllm_request_prompt_tokens.observe, row.prompt_tokens)
+        self._later(self._vllm_request_generation_tokens.observe, row.output_tokens)
+        self._later(self._vllm_params_n.observe, row.n)
 
     def request_refused(self, reason: RefusalReason) -> None:
         """Count a request that a limit kept out, beside its error's code."""
@@ -107,10 +129,28 @@ class Metrics:
         if self._thread:
             self._later(self._tokenized.increment, 1)
 
-    def update(self, stats: EngineStats) -> None:
-        """Set the gauges; called a few times a second, since `set` holds the GIL."""
+    def count_totals(self, totals: Totals) -> None:
+        """Count where the device's time went that is on no request's bill."""
         if not self._thread:
             return
+        for account, counter in self._accounts.items():
+            value = getattr(totals, account)
+            self._later(counter.increment, (value - self._counted.get(account, 0)) / 1e9)
+            self._counted[account] = value
+
+    def update(self, stats: EngineStats, steps: list[StepFigures]) -> None:
+        """Set the gauges; called a few times a second, since `set` holds the GIL.
+
+        Args:
+            steps: Those since the last call.
+        """
+        if not self._thread:
+            return
+        for step in steps:
+            self._later(self._batch_size.observe, step.num_sequences)
+            self._later(self._step_tokens.observe, step.num_tokens)
+            self._later(self._step_seconds.observe, step.duration_ns / 1e9)
+        self._later(self._alive.set, int(stats.is_alive))
         self._later(self._running.set, stats.num_running)
         self._later(self._waiting.set, stats.num_waiting)
         self._later(self._blocks.set, stats.num_blocks)
@@ -141,7 +181,7 @@ class Metrics:
         while call := self._calls.get():
             call()
 
-    def _create(self) -> None:
+    def _create(self, business_lines: list[str]) -> None:
         counter, gauge = pb_utils.MetricFamily.COUNTER, pb_utils.MetricFamily.GAUGE
         requests = self._family(
             "tritium:requests_total", "Requests that ended, by outcome", counter
@@ -166,21 +206,16 @@ class Metrics:
             pb_utils.MetricFamily.HISTOGRAM,
         )
         self._queue_time = {
-            request_class: queue_time.Metric(
+            request_class.name.lower(): queue_time.Metric(
                 labels={**self._labels, "request_class": request_class.name.lower()},
                 buckets=_QUEUE_TIME,
             )
             for request_class in RequestClass
         }
-        self._prompt_tokens = self._metric(
-            "tritium:prompt_tokens_total", "Prompt tokens of requests that ran", counter
-        )
-        self._cached_tokens = self._metric(
-            "tritium:cached_tokens_total", "Prompt tokens found in the prefix cache", counter
-        )
-        self._output_tokens = self._metric(
-            "tritium:output_tokens_total", "Tokens of answers that ended", counter
-        )
+        self._tokens = {
+            kind: self._metric(f"tritium:{kind}_tokens_total", description, counter)
+            for kind, description in _KINDS.items()
+        }
         # By what `EngineStats` calls them.
         self._engine_counters = {
             "num_preemptions": [
@@ -197,6 +232,7 @@ class Metrics:
                 self._metric("tritium:accepted_tokens_total", "Draft tokens accepted", counter)
             ],
         }
+        self._create_lines(business_lines)
         self._running = self._metric("tritium:requests_running", "Requests in the batch", gauge)
         self._waiting = self._metric("tritium:requests_waiting", "Requests in the queue", gauge)
         self._blocks = self._metric("tritium:kv_blocks", "Blocks of the KV cache", gauge)
@@ -207,11 +243,51 @@ class Metrics:
             "tritium:kv_blocks_cached", "Blocks whose content can be found and reused", gauge
         )
 
+        self._alive = self._metric("tritium:engine_alive", "1 while the engine can serve", gauge)
+        self._ttft = self._histogram("tritium:time_to_first_token_seconds", _TTFT)
+        self._tpot = self._histogram("tritium:time_per_output_token_seconds", _TPOT)
+        self._stall = self._histogram("tritium:longest_inter_token_seconds", _TPOT)
+        self._e2e = self._histogram("tritium:e2e_seconds", _E2E)
+        self._batch_size = self._histogram("tritium:step_sequences", _POWERS[:11])
+        self._step_tokens = self._histogram("tritium:step_tokens", _POWERS)
+        self._step_seconds = self._histogram("tritium:step_seconds", _TTFT)
+
         # What Triton Server makes its ORCA load header of.
         load = self._family("nv_trt_llm_kv_cache_block_metrics", "The KV cache's blocks", gauge)
         self._load = {
             kind: load.Metric(labels={**self._labels, "kv_cache_block_type": kind})
             for kind in ("tokens_per", "used", "max")
+        }
+
+    def _create_lines(self, business_lines: list[str]) -> None:
+        counter = pb_utils.MetricFamily.COUNTER
+        tokens = self._family(
+            "tritium:line_tokens_total", "Tokens of business lines, by kind", counter
+        )
+        busy = self._family(
+            "tritium:line_busy_seconds_total",
+            "Time of the device, by business line; names that begin with _ are the system's",
+            counter,
+        )
+        blocks = self._family(
+            "tritium:line_kv_block_seconds_total", "KV blocks held, by business line", counter
+        )
+        saved = self._family(
+            "tritium:line_saved_seconds_total", "Time that the prefix cache has saved", counter
+        )
+        self._lines = {}
+        for name in dict.fromkeys([*business_lines, "other"]):
+            labels = {**self._labels, "business_line": name}
+            self._lines[name] = _Line(
+                busy.Metric(labels=labels),
+                blocks.Metric(labels=labels),
+                saved.Metric(labels=labels),
+                {kind: tokens.Metric(labels={**labels, "kind": kind}) for kind in _KINDS},
+            )
+        # By what `Totals` calls them.
+        self._accounts = {
+            name: busy.Metric(labels={**self._labels, "business_line": f"_{name}"})
+            for name in ("warmup", "preemption", "fault", "overrun", "idle")
         }
 
     def _create_vllm(self, max_model_len: int) -> None:
@@ -249,7 +325,7 @@ class Metrics:
         return self._family(name, description, kind).Metric(labels=self._labels)
 
     def _histogram(self, name: str, buckets: list[float]) -> Any:
-        what = name.removeprefix("vllm:").replace("_", " ")
+        what = name.partition(":")[2].replace("_", " ")
         family = self._family(name, f"Histogram of {what}.", pb_utils.MetricFamily.HISTOGRAM)
         return family.Metric(labels=self._labels, buckets=buckets)
 

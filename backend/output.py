@@ -26,6 +26,15 @@ class Usage:
     ttft_ms: float  # time to first token
     total_ms: float
     preemptions: int = 0  # how often it was recomputed, to give others its KV blocks
+    # Of the device; added when the engine has ended the request.
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    recompute_ms: float = 0.0  # after preemption; not billed
+    saved_ms: float = 0.0  # that computing the cached tokens would have taken, estimated
+    kv_block_seconds: float = 0.0
+    peak_kv_bytes: int = 0
+    peak_own_kv_bytes: int = 0  # without what was found in the prefix cache
+    cost: float | None = None  # where the server has a price
 
     @classmethod
     def of_samples(cls, usages: list["Usage"]) -> "Usage":

@@ -5,6 +5,7 @@ arrays; knows nothing of the Python backend's own types.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
@@ -67,6 +68,7 @@ OUTPUTS = (
     TensorSpec("prompt_logprobs", "TYPE_STRING", [1]),
 )
 _MAX_DEADLINE_MS = 2**31
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class GenerationRequest:
     cache_salt: str = ""
     request_class: RequestClass = RequestClass.INTERACTIVE
     deadline_ms: int | None = None  # from its arrival to the end of the answer; None: for ever
+    trace_id: str = ""  # 32 hex digits of W3C's traceparent
 
     @property
     def form(self) -> StructuredOutputs | None:
@@ -126,6 +129,7 @@ def parse(inputs: Mapping[str, np.ndarray], parameters: str) -> GenerationReques
         _label(name, inputs, settings) for name in ("business_line", "cache_salt", "request_class")
     )
     deadline_ms = _deadline_ms(inputs, settings)
+    trace_id = _trace_id(settings.pop("traceparent", ""))
     sampling_parameters = _string(inputs, "sampling_parameters")
     if sampling_parameters is not None:  # replaces the request's parameters
         settings = _json_object("sampling_parameters", sampling_parameters)
@@ -157,6 +161,7 @@ def parse(inputs: Mapping[str, np.ndarray], parameters: str) -> GenerationReques
         cache_salt=cache_salt,
         request_class=_request_class(request_class or "interactive"),
         deadline_ms=deadline_ms,
+        trace_id=trace_id,
     )
 
 
@@ -288,6 +293,12 @@ def _deadline_ms(inputs: Mapping[str, np.ndarray], settings: dict[str, Any]) -> 
             f"from 1 to {_MAX_DEADLINE_MS}"
         )
     return number
+
+
+def _trace_id(traceparent: Any) -> str:
+    """Of W3C's header, which says that one which is not valid is to be ignored."""
+    match = _TRACEPARENT.fullmatch(traceparent) if isinstance(traceparent, str) else None
+    return match[1] if match else ""
 
 
 def _json(name: str, text: str, what: str) -> Any:

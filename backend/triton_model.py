@@ -6,6 +6,8 @@ Everything that needs the backend's own types is here (and in metrics.py); the w
 
 import json
 import logging
+import sqlite3
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,6 +19,7 @@ import triton_python_backend_utils as pb_utils
 from backend import handover
 from backend.config import ConfigError, EngineConfig
 from backend.errors import InvalidArgument, RequestError
+from backend.logs import JsonFormatter
 from backend.protocol import INPUTS, OUTPUTS, wants_error_code
 
 logger = logging.getLogger("tritium")
@@ -47,22 +50,31 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         # Not needed, and not waited for, by the process that only completes the configuration.
+        from backend.billing import Billing
+        from backend.calibration import measure_weights
         from backend.front import Front
+        from backend.ledger import Ledger
         from backend.metrics import Metrics
         from backend.model_runner import ModelRunner
         from backend.models.loader import resolve
         from backend.structured import GrammarCompiler
         from backend.tokenizer import Tokenizer
+        from backend.usage import BusyTime
 
-        _log_to_server()
         self._handed_over: WeakValueDictionary[str, _HandedOver] = WeakValueDictionary()
         model_config = json.loads(args["model_config"])
         config = EngineConfig.from_parameters(model_config["parameters"])
+        _start_log(config.log_format)
+        begin = time.perf_counter_ns()
         # On a thread that ends: OpenMP keeps worker threads for each thread that used it, and with
         # those of two it takes the cores for overcommitted and waits for itself much slower.
         with ThreadPoolExecutor(1) as pool:
             device_id = int(args["model_instance_device_id"])
             runner = pool.submit(ModelRunner, config, device_id).result()
+            weights = pool.submit(
+                measure_weights, runner, config.max_num_seqs, config.max_num_batched_tokens
+            ).result()
+        busy_time = BusyTime(weights, warmup=time.perf_counter_ns() - begin)
         model = runner.model.config
         max_model_len = _max_model_len(config, model.max_position_embeddings)
         report_vllm = model_config["parameters"].get("REPORT_CUSTOM_METRICS", {})
@@ -71,6 +83,30 @@ class TritonPythonModel:
             args["model_version"],
             max_model_len,
             vllm=report_vllm.get("string_value", "").lower() in ("true", "yes"),
+            business_lines=config.business_lines,
+        )
+        self._ledger = None
+        if config.ledger_path:
+            try:
+                self._ledger = Ledger(
+                    config.ledger_path,
+                    args["model_name"],
+                    weights,
+                    config.ledger_rotate_hours,
+                    config.ledger_retention_days,
+                )
+            except (OSError, sqlite3.Error) as error:
+                self._metrics.close()  # its thread would keep the process
+                raise ConfigError(
+                    f"config.pbtxt: parameter 'ledger_path' can't be '{config.ledger_path}'. No "
+                    f"ledger can be written there: {error}"
+                ) from error
+        billing = Billing(
+            self._metrics,
+            self._ledger,
+            runner.block_bytes,
+            config.price_per_hour,
+            logs_requests=config.log_format == "json",
         )
         tokenizer = Tokenizer(resolve(config.model))
         self._front = Front(
@@ -81,6 +117,8 @@ class TritonPythonModel:
             max_model_len,
             model.eos_token_ids,
             self._metrics,
+            billing,
+            busy_time,
         )
         logger.info(
             f"{args['model_name']}: {runner.model.dtype} on {runner.device}, KV cache of "
@@ -99,7 +137,8 @@ class TritonPythonModel:
                     responder.fail(InvalidArgument("request parameters: not valid UTF-8"))
                 else:
                     timeout = request.timeout() / 1e6  # microseconds
-                    self._front.handle(inputs, parameters, responder, timeout)
+                    request_id = request.request_id()
+                    self._front.handle(inputs, parameters, responder, timeout, request_id)
 
     def _responder(self, request: Any, inputs: Mapping[str, np.ndarray]) -> "_Responder | None":
         """None for a request that does nothing but cancel another one."""
@@ -120,6 +159,8 @@ class TritonPythonModel:
     def finalize(self) -> None:
         self._front.stop()
         self._metrics.close()
+        if self._ledger:
+            self._ledger.close()
 
 
 class _Responder:
@@ -177,10 +218,14 @@ class _ServerLog(logging.Handler):
             log.log_info(self.format(record))
 
 
-def _log_to_server() -> None:
+def _start_log(log_format: str) -> None:
+    handler: logging.Handler = _ServerLog()
+    if log_format == "json":  # past Triton Server's log, which would put it into quotes
+        handler = logging.StreamHandler()
+        handler.setFormatter(JsonFormatter())
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    logger.handlers = [_ServerLog()]
+    logger.handlers = [handler]
 
 
 def _max_model_len(config: EngineConfig, max_position_embeddings: int) -> int:

@@ -1,4 +1,4 @@
-"""The command line: `python -m client chat` and `python -m client generate PROMPT`."""
+"""The command line: `python -m client chat`, `generate PROMPT` and `usage report`."""
 
 import argparse
 import json
@@ -13,6 +13,7 @@ from client.chat import Chat, run_chat
 from client.grpc_client import GrpcClient
 from client.http_client import HttpClient
 from client.types import GenerationError, Usage
+from client.usage import add_commands
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -68,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     form.add_argument("--raw", action="store_true", help="as it is, without chat template")
     generate.add_argument("--usage", action="store_true", help="print tokens and times to stderr")
     generate.set_defaults(run=_generate)
+    add_commands(commands)
     return parser
 
 
@@ -124,7 +126,9 @@ def describe_usage(usage: Usage) -> str:
     return (
         f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached), "
         f"output {usage.output_tokens} tokens; queue {usage.queue_ms:.0f} ms, "
-        f"first token {usage.ttft_ms:.0f} ms, total {usage.total_ms:.0f} ms"
+        f"first token {usage.ttft_ms:.0f} ms, total {usage.total_ms:.0f} ms; "
+        f"device {usage.prefill_ms + usage.decode_ms:.1f} ms"
+        + ("" if usage.cost is None else f", cost {usage.cost:.6f}")
     )
 
 

@@ -53,6 +53,14 @@ class Usage:
     ttft_ms: float = 0.0
     total_ms: float = 0.0
     preemptions: int = 0
+    prefill_ms: float = 0.0  # of the device, as decode_ms
+    decode_ms: float = 0.0
+    recompute_ms: float = 0.0  # after preemption; not billed
+    saved_ms: float = 0.0  # by the prefix cache, estimated
+    kv_block_seconds: float = 0.0
+    peak_kv_bytes: int = 0
+    peak_own_kv_bytes: int = 0  # without what was found in the prefix cache
+    cost: float | None = None  # where the server has a price
 
     @classmethod
     def from_json(cls, text: str) -> Self:

@@ -67,6 +67,8 @@ FRONT = [
     "tools",
     "metrics",
     "trace",
+    "billing",
+    "ledger",
     "triton_model",
 ]
 
@@ -173,7 +175,7 @@ def test_the_text_side_knows_nothing_of_blocks(module):
 
 
 def test_the_front_reaches_the_engine_only_through_its_door():
-    inner = {f"backend.{name}" for name in ENGINE if name not in ("engine", "sequence")}
+    inner = {f"backend.{name}" for name in ENGINE if name not in ("engine", "sequence", "usage")}
     assert not imports(BACKEND / "front.py") & inner
 
 

@@ -1,5 +1,7 @@
 """config.pbtxt's parameters to EngineConfig."""
 
+from pathlib import Path
+
 import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
@@ -40,6 +42,9 @@ def test_every_default_protects_the_server():
     assert config.lora_modules == {}
     assert config.speculative_config is None
     assert (config.device, config.dtype, config.cpu_threads) == ("auto", "auto", None)
+    assert (config.ledger_path, config.price_per_hour, config.business_lines) == (None, None, [])
+    assert (config.ledger_rotate_hours, config.ledger_retention_days) == (24, 90)
+    assert config.log_format == "text"
     assert config.drain_seconds == 10.0
 
 
@@ -61,6 +66,10 @@ def test_every_parameter_has_a_description():
         ("kv_cache_memory_fraction", "0.9", 0.9),
         ("prefix_cache", "on", "on"),
         ("drain_seconds", "0", 0.0),
+        ("business_lines", '["a", "b"]', ["a", "b"]),
+        ("price_per_hour", "2.5", 2.5),
+        ("ledger_path", "/tmp/x", Path("/tmp/x")),
+        ("log_format", "json", "json"),
         ("kv_cache_dtype", "int8", "int8"),
         ("cuda_graphs", "false", False),
         ("batch_invariant", "true", True),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from backend import calibration
 from backend.config import ConfigError, EngineConfig
 from backend.cuda_graphs import DecodeGraphs, batch_sizes
 from backend.engine import Engine
@@ -15,6 +16,7 @@ from backend.models import LlamaModel, ModelConfig, llama
 from backend.scheduler import ScheduledSequence
 from backend.sequence import EngineRequest, Sequence
 from backend.speculative import NgramProposer, SpeculativeConfig
+from backend.usage import DEFAULT_WEIGHTS, MeasuredStep, Weights
 from kernels import cpu
 from tests.conftest import SMOLLM2
 from tests.helpers import Collector
@@ -254,3 +256,25 @@ def test_prompt_logprobs(model, overlaps, prompt):
             assert logprobs.logprob == pytest.approx(float(row[token]), abs=1e-4)
             assert logprobs.rank == int((row > row[token]).sum()) + 1
             assert [i for i, _ in logprobs.top] == row.topk(2).indices.tolist()
+
+
+def test_weights_are_measured_where_the_model_stands(model, monkeypatch):
+    config = make_config(max_num_batched_tokens=128)
+    runner = ModelRunner(config, model=model)
+    expected = generate(config, runner)
+    seen: list[MeasuredStep] = []
+
+    def fit(steps):
+        seen.extend(steps)
+        return Weights(3, 2, 1)
+
+    monkeypatch.setattr(calibration, "fit", fit)
+    assert calibration.measure_weights(runner, 8, 128) == (3, 2, 1)
+    positions = min(runner.num_blocks * runner.block_size, TINY["max_position_embeddings"])
+    assert seen and all(step.duration > 0 for step in seen)
+    assert MeasuredStep(8, 8, 8, seen[1].duration) == seen[1]
+    assert max(step.num_tokens for step in seen) <= min(128, positions)
+    assert generate(config, runner) == expected  # what it left in the cache is not found
+
+    monkeypatch.setattr(calibration, "fit", lambda steps: None)
+    assert calibration.measure_weights(runner, 8, 128) == DEFAULT_WEIGHTS

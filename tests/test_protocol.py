@@ -1,6 +1,7 @@
 """The contract: tensors and parameters to requests, deltas to tensors."""
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -398,15 +399,7 @@ def test_usage_comes_with_the_last_response():
     assert "usage" not in respond(Delta("a", [], 0.0), return_usage=True)
     tensor = respond(Delta("a", [], 0.0, FinishReason.STOP, USAGE), return_usage=True)["usage"]
     assert tensor.shape == (1,)
-    assert json.loads(tensor[0]) == {
-        "prompt_tokens": 3,
-        "cached_tokens": 0,
-        "output_tokens": 2,
-        "queue_ms": 0.5,
-        "ttft_ms": 12.0,
-        "total_ms": 30.0,
-        "preemptions": 0,
-    }
+    assert json.loads(tensor[0]) == asdict(USAGE)
 
 
 def test_logprobs_have_the_top_tokens_and_the_chosen_one():
@@ -441,3 +434,22 @@ def test_each_output_has_an_element_an_answer():
 def test_logprobs_of_a_response_without_tokens():
     tensors = respond(Delta("", [], 0.0), {"logprobs": 2}, return_logprobs=True)
     assert tensors["logprobs"][0] == b"[]"
+
+
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+
+
+@pytest.mark.parametrize(
+    ("traceparent", "trace_id"),
+    [
+        (f"00-{TRACE_ID}-00f067aa0ba902b7-01", TRACE_ID),
+        (f"cc-{TRACE_ID}-00f067aa0ba902b7-01-more", TRACE_ID),
+        (f"ff-{TRACE_ID}-00f067aa0ba902b7-01", ""),
+        (f"00-{'0' * 32}-00f067aa0ba902b7-01", ""),
+        (f"00-{TRACE_ID.upper()}-00f067aa0ba902b7-01", ""),
+        ("nonsense", ""),
+        (7, ""),
+    ],
+)
+def test_a_trace_id_is_read_and_a_bad_one_ignored(traceparent, trace_id):
+    assert read({"traceparent": traceparent}, text_input=text("a")).trace_id == trace_id

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from backend import structured
+from backend.billing import Billing
 from backend.engine import Engine
 from backend.errors import InvalidArgument, RequestError, Unsupported
 from backend.front import Front
@@ -696,7 +697,13 @@ class Client:
 class NoMetrics:
     def request_finished(self, *args, **kwargs) -> None: ...
 
-    def update(self, stats) -> None: ...
+    def count_totals(self, *args, **kwargs) -> None: ...
+
+    def request_refused(self, *args, **kwargs) -> None: ...
+
+    def prompt_tokenized(self) -> None: ...
+
+    def update(self, *args, **kwargs) -> None: ...
 
 
 @pytest.fixture
@@ -704,7 +711,9 @@ def front(tokenizer, closers):
     config = make_config(max_num_seqs=8, max_num_batched_tokens=512, max_queue_size=2)
     grammars = GrammarCompiler(tokenizer.to_json(), VOCAB_SIZE, [EOS])
     runner = RandomRunner(closers, num_blocks=2000)
-    front = Front(config, tokenizer, runner, grammars, 1000, (EOS,), NoMetrics())
+    front = Front(
+        config, tokenizer, runner, grammars, 1000, (EOS,), NoMetrics(), Billing(NoMetrics())
+    )
     yield front
     front.stop()
 
@@ -850,7 +859,16 @@ def test_requests_that_wait_for_the_compiler_end_with_the_server(tokenizer, clos
     monkeypatch.setattr("backend.structured._source", lambda form: go_on.wait(20) and "start: /a/")
     config = make_config(max_num_batched_tokens=512, drain_seconds=0.1)
     grammars = GrammarCompiler(tokenizer.to_json(), VOCAB_SIZE, [EOS])
-    front = Front(config, tokenizer, RandomRunner(closers), grammars, 1000, (EOS,), NoMetrics())
+    front = Front(
+        config,
+        tokenizer,
+        RandomRunner(closers),
+        grammars,
+        1000,
+        (EOS,),
+        NoMetrics(),
+        Billing(NoMetrics()),
+    )
     clients = [ask(front, structured_outputs={"regex": f"a{i}"}) for i in range(5)]
     threading.Timer(0.5, go_on.set).start()
     front.stop()

@@ -77,6 +77,13 @@ class Witness:
             self.block_ns[number] += duration * sum(1 / blocks[i].ref_count for i in table)
             self.peaks[number] = max(self.peaks[number], len(table))
 
+    def check(self, figures: dict[int, Figures]) -> None:
+        for number, f in figures.items():
+            expected = self.block_ns[number] / 1e9
+            assert f.block_seconds == pytest.approx(expected, rel=1e-9, abs=1e-12)
+            assert f.peak_blocks == self.peaks[number]
+            assert 0 <= f.peak_own_blocks <= f.peak_blocks
+
 
 class Bench:
     """An engine on a fake clock, whose failing steps end their sequences as its thread does it."""
@@ -121,11 +128,17 @@ class Bench:
         return figures
 
 
+# Many start alike, so that several hold a block at once.
+prompts = st.builds(
+    lambda num_shared, rest: [0] * 4 * num_shared + rest,
+    st.integers(0, 3),
+    st.lists(st.integers(0, 1), min_size=1, max_size=8),
+)
 actions = st.lists(
     st.one_of(
         st.tuples(
             st.just("submit"),
-            st.lists(st.integers(0, 1), min_size=1, max_size=20),
+            prompts,
             st.integers(1, 12),
             st.booleans(),
         ),
@@ -189,11 +202,7 @@ def test_every_nanosecond_is_on_one_bill(
     held = sum(f.block_seconds for f in figures.values())
     assert held == pytest.approx(totals.block_ns / 1e9, rel=1e-9, abs=1e-12)
     assert totals.block_ns == bench.witness.used_block_ns
-    for number, f in figures.items():
-        expected = bench.witness.block_ns[number] / 1e9
-        assert f.block_seconds == pytest.approx(expected, rel=1e-9, abs=1e-12)
-        assert f.peak_blocks == bench.witness.peaks[number]
-        assert 0 <= f.peak_own_blocks <= f.peak_blocks
+    bench.witness.check(figures)
 
 
 @given(
@@ -319,6 +328,15 @@ def test_shared_blocks_are_paid_together_and_reuse_is_told():
     # 16 tokens of 17 would have taken nearly what the leader's prompt took.
     assert leader.saved_ns == 0
     assert follower.saved_ns == WEIGHTS.of(0, 16, num_sequences=0)
+
+
+def test_a_block_s_holders_come_and_go():
+    bench = Bench(constant, prefix_cache="on", max_num_batched_tokens=32)
+    for i, max_tokens in enumerate((9, 4, 9, 2)):  # the second leaves before the first
+        bench.submit(prompt=range(17), max_tokens=max_tokens, request_id=i)
+        bench.step()
+        bench.step()
+    bench.witness.check(bench.run())
 
 
 # -- weights --

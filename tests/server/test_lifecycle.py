@@ -99,6 +99,7 @@ def test_a_stream_that_runs_while_its_model_is_unloaded_is_completed(server, rep
         ({"max_nun_seqs": 8}, ["max_nun_seqs", "max_num_seqs"]),
         ({"dtype": "int3"}, ["dtype", "int3", "bfloat16"]),
         ({"device": "cuda"}, ["device", "GPU"]),
+        ({"ledger_path": "/proc/ledger"}, ["ledger_path", "/proc/ledger"]),
         ({"model": "/nowhere/at/all"}, ["/nowhere/at/all"]),
         ({"model": "package:no_such_package/x.gguf"}, ["no_such_package"]),
     ],

@@ -1,0 +1,126 @@
+"""A bill as one HTML page that needs nothing beside it: a table and charts."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+
+import plotly.graph_objects as go
+from jinja2 import Environment
+
+from client.ledger import Ledger, Row
+from client.usage import NS_PER_HOUR, Report, group_of
+
+_PAGE = Path(__file__).with_name("usage.html.jinja")
+_NUM_BUCKETS = 60
+_CONFIG = {"displayModeBar": False, "responsive": True}
+_STEPS = (1, 10, 60, 600, 3600, 6 * 3600, 86400)  # seconds of a bucket
+
+_TITLES = {
+    "requests": ("requests", "%d"),
+    "prompt_tokens": ("prompt tokens", "%d"),
+    "cached_tokens": ("cached", "%d"),
+    "output_tokens": ("output tokens", "%d"),
+    "busy_ns": ("busy s", "%.3f"),
+    "saved_ns": ("saved s", "%.3f"),
+    "kv_block_seconds": ("KV block s", "%.1f"),
+    "cost": ("cost", "%.6f"),
+}
+
+
+def to_html(report: Report, ledger: Ledger, price_per_hour: float) -> str:
+    buckets = _Buckets(ledger)
+    figures = [
+        _stacked("Cost over time", buckets, _cost(ledger.requests, buckets, price_per_hour)),
+        _stacked("Tokens over time", buckets, _tokens(ledger.requests, buckets)),
+        _stacked("Busy and idle, seconds", buckets, _busy_and_idle(ledger, buckets)),
+        _bars("Saved by reuse, seconds", report, "saved_ns"),
+        _bars("Computed again after preemption, seconds", report, "recompute_ns"),
+    ]
+    charts = [
+        figure.to_html(full_html=False, include_plotlyjs=i == 0, config=_CONFIG)
+        for i, figure in enumerate(figures)
+    ]
+    page = Environment(autoescape=True).from_string(_PAGE.read_text(encoding="utf-8"))
+    return page.render(
+        report=report,
+        span=buckets.span,
+        titles=[title for title, _ in _TITLES.values()],
+        columns=[(column, form) for column, (_, form) in _TITLES.items()],
+        charts=charts,
+    )
+
+
+class _Buckets:
+    """Cuts the ledger's time into at most about 60 parts of a round length."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        moments = [_ended(row) for row in ledger.requests] + [row["time"] for row in ledger.totals]
+        first, last = min(moments, default=0.0), max(moments, default=0.0)
+        self.seconds = next((s for s in _STEPS if last - first <= s * _NUM_BUCKETS), _STEPS[-1])
+        self.first = int(first // self.seconds)
+        self.count = int(last // self.seconds) - self.first + 1
+        self.span = f"{_time(first):%Y-%m-%d %H:%M:%S} to {_time(last):%Y-%m-%d %H:%M:%S} UTC"
+        self.times = [_time((self.first + i) * self.seconds) for i in range(self.count)]
+
+    def sums(self, values: Iterable[tuple[str, float, float]]) -> dict[str, list[float]]:
+        """Of (name, seconds since 1970, value), by name and bucket."""
+        found: dict[str, list[float]] = defaultdict(lambda: [0.0] * self.count)
+        for name, moment, value in values:
+            found[name][int(moment // self.seconds) - self.first] += value
+        return dict(sorted(found.items()))
+
+
+def _time(moment: float) -> datetime:
+    return datetime.fromtimestamp(moment, UTC)
+
+
+def _ended(row: Row) -> float:
+    ended: float = row["arrival"] + row["total_ms"] / 1e3
+    return ended
+
+
+def _cost(rows: list[Row], buckets: _Buckets, price_per_hour: float) -> dict[str, list[float]]:
+    return buckets.sums(
+        (
+            group_of(row, "business_line"),
+            _ended(row),
+            (row["prefill_ns"] + row["decode_ns"]) / NS_PER_HOUR * price_per_hour,
+        )
+        for row in rows
+    )
+
+
+def _tokens(rows: list[Row], buckets: _Buckets) -> dict[str, list[float]]:
+    return buckets.sums(
+        (group_of(row, "business_line"), _ended(row), row["prompt_tokens"] + row["output_tokens"])
+        for row in rows
+    )
+
+
+def _busy_and_idle(ledger: Ledger, buckets: _Buckets) -> dict[str, list[float]]:
+    values = []
+    for totals in ledger.totals_by_server().values():
+        for before, after in pairwise(totals):
+            for name in ("busy", "idle"):
+                seconds = (after[f"{name}_ns"] - before[f"{name}_ns"]) / 1e9
+                values.append((name, after["time"], seconds))
+    return buckets.sums(values)
+
+
+def _stacked(title: str, buckets: _Buckets, sums: dict[str, list[float]]) -> go.Figure:
+    bars = [go.Bar(name=name, x=buckets.times, y=values) for name, values in sums.items()]
+    return _layout(go.Figure(bars), title).update_layout(barmode="stack")
+
+
+def _bars(title: str, report: Report, column: str) -> go.Figure:
+    lines = [line for line in report.lines if line.requests]
+    names = [" / ".join(line.name) for line in lines]
+    return _layout(go.Figure(go.Bar(x=names, y=[getattr(x, column) / 1e9 for x in lines])), title)
+
+
+def _layout(figure: go.Figure, title: str) -> go.Figure:
+    return figure.update_layout(
+        title=title, height=340, margin=dict(l=50, r=20, t=50, b=40), template="plotly_white"
+    )

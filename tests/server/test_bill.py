@@ -1,0 +1,218 @@
+"""The bill through a real server: identity, tokens, metrics, logs, all from the ledger's file."""
+
+import json
+import random
+import sqlite3
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+
+from client.__main__ import main
+from tests.server.harness import Server, collect, complete, send, until, write_model
+
+LINES = ("search", "ads", "mail", "maps", "shop")
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+NUM_REQUESTS = 100
+
+
+@pytest.fixture(scope="module")
+def ledger_path(tmp_path_factory):
+    return tmp_path_factory.mktemp("ledger") / "made by the server"
+
+
+@pytest.fixture(scope="module")
+def model(server, repository, tiny_weights, ledger_path):
+    """So little memory that requests are preempted, and all that the bill can have."""
+    write_model(
+        repository,
+        "billed",
+        model=tiny_weights,
+        max_model_len=512,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        kv_cache_memory=24 * 16 * 2 * 2 * 2 * 16 * 4,  # 24 blocks
+        prefix_cache="on",
+        ledger_path=ledger_path,
+        business_lines=json.dumps(LINES[:3]),
+        price_per_hour=3600,
+        log_format="json",
+    )
+    with grpcclient.InferenceServerClient(server.grpc_url) as control:
+        control.load_model("billed")
+        yield "billed"
+        control.unload_model("billed")
+
+
+def read(ledger_path, table: str) -> list[dict]:
+    (path,) = ledger_path.glob("billed-*.ledger")
+    database = sqlite3.connect(path)
+    database.row_factory = sqlite3.Row
+    try:
+        return [dict(row) for row in database.execute(f"SELECT * FROM {table} ORDER BY sequence")]
+    finally:
+        database.close()
+
+
+class Traffic:
+    """Mixed requests of five lines; some are cancelled, refused, or end by a stop string."""
+
+    def __init__(self, server: Server, model: str) -> None:
+        self._server = server
+        self._model = model
+        self.output_tokens: Counter[str] = Counter()  # of those that were answered, by line
+        self.outcomes: Counter[str] = Counter()
+
+    def run(self, number: int) -> None:
+        rng = random.Random(number)
+        line = LINES[number % len(LINES)]
+        prompt = "one two three four " * rng.randint(1, 16)
+        sampling = {"temperature": 0, "max_tokens": rng.randint(1, 50), "ignore_eos": True}
+        options = dict(
+            model=self._model,
+            stream=True,
+            sampling=sampling,
+            business_line=line,
+            request_class=rng.choice(["interactive", "offline"]),
+            return_usage=True,
+            return_num_output_tokens=True,
+        )
+        if number % 10 == 3:
+            sampling["temperature"] = -1
+        if number % 10 == 5:
+            sampling["max_tokens"] = 300
+            with send(self._server, prompt, **options) as stream:
+                stream.next()
+                stream.cancel()
+            return
+        if number % 10 == 7:
+            sampling["n"] = 2
+            sampling["temperature"] = 1
+        responses = collect(self._server, prompt, **options)
+        last = responses[-1]
+        if last.error:
+            self.outcomes[last.code] += 1
+            return
+        received = sum(int(r.tensors["num_output_tokens"].sum()) for r in responses)
+        usage = json.loads(last.string("usage"))
+        assert usage["output_tokens"] == received
+        assert usage["cost"] == pytest.approx(
+            (usage["prefill_ms"] + usage["decode_ms"]) / 1e3, abs=2e-6
+        )  # at 3,600 an hour
+        assert usage["peak_kv_bytes"] >= usage["peak_own_kv_bytes"] > 0
+        assert usage["kv_block_seconds"] > 0
+        self.output_tokens[line] += received
+        self.outcomes["answered"] += 1
+
+
+def test_the_bill_adds_up(server, model, ledger_path, capsys):
+    traffic = Traffic(server, model)
+    with ThreadPoolExecutor(16) as pool:
+        for future in [pool.submit(traffic.run, i) for i in range(NUM_REQUESTS)]:
+            future.result()
+    until(lambda: len(read(ledger_path, "requests")) == NUM_REQUESTS)
+    until(lambda: read(ledger_path, "totals")[-1]["is_quiet"])
+    rows, totals = read(ledger_path, "requests"), read(ledger_path, "totals")[-1]
+
+    # To the nanosecond, from the file alone.
+    lines = sum(row["prefill_ns"] + row["decode_ns"] for row in rows)
+    accounts = ("warmup", "preemption", "fault", "overrun", "open")
+    system = sum(totals[f"{account}_ns"] for account in accounts)
+    assert lines + system - totals["busy_ns"] == 0
+    assert totals["open_ns"] == 0
+    assert main(["usage", "check", str(ledger_path)]) == 0
+    assert "system: 0 ns" in capsys.readouterr().out
+    assert totals["preemption_ns"] == sum(row["recompute_ns"] for row in rows) > 0
+    held = sum(row["kv_block_seconds"] for row in rows)
+    assert held == pytest.approx(totals["kv_block_ns"] / 1e9, rel=1e-9)
+
+    # Tokens: ledger == clients == metrics.
+    by_outcome = Counter(row["outcome"] for row in rows)
+    assert by_outcome == {"length": 80, "invalid_arg": 10, "cancelled": 10}
+    assert traffic.outcomes == {"answered": 80, "INVALID_ARGUMENT": 10}
+    tokens: Counter[str] = Counter()
+    for row in rows:
+        if row["outcome"] == "length":
+            tokens[row["business_line"]] += row["output_tokens"]
+    assert tokens == traffic.output_tokens
+    for kind in ("prompt", "cached", "output"):
+        ran = [row for row in rows if row["output_tokens"]]
+        expected = sum(row[f"{kind}_tokens"] for row in ran)
+        until(lambda kind=kind, n=expected: server.metric(f"{kind}_tokens_total", model) == n)
+        for label in (*LINES[:3], "other"):
+            of_line = [row for row in ran if _label(row) == label]
+            expected = sum(row[f"{kind}_tokens"] for row in of_line)
+            labels = dict(kind=kind, business_line=label)
+            assert server.metric("line_tokens_total", model, **labels) == expected
+    for label in (*LINES[:3], "other"):
+        of_line = [row for row in rows if _label(row) == label]
+        busy = sum(row["prefill_ns"] + row["decode_ns"] for row in of_line) / 1e9
+        counted = server.metric("line_busy_seconds_total", model, business_line=label)
+        assert counted == pytest.approx(busy)
+    assert any(row["cached_tokens"] and row["saved_ns"] for row in rows)
+
+
+def _label(row: dict) -> str:
+    return row["business_line"] if row["business_line"] in LINES[:3] else "other"
+
+
+def test_usage_waits_for_the_engine_s_last_word(server, model, ledger_path):
+    """Where a stop string ends the answer the engine knows it later; the bill is the ledger's."""
+    prompt = "The capital of France is"
+    greedy = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
+    text = complete(server, prompt, model=model, sampling=greedy)
+    stop = text[len(text) // 2 :][:3]
+    (response,) = collect(
+        server,
+        prompt,
+        model=model,
+        sampling={**greedy, "stop": [stop]},
+        business_line="stopped",
+        return_usage=True,
+        return_finish_reason=True,
+    )
+    assert response.string("finish_reason") == "stop"
+    usage = json.loads(response.string("usage"))
+    row = _row(ledger_path, "stopped")
+    assert usage["decode_ms"] == round(row["decode_ns"] / 1e6, 3) > 0
+    assert usage["output_tokens"] == row["output_tokens"]
+
+
+def _row(ledger_path, business_line: str) -> dict:
+    def found() -> list[dict]:
+        rows = read(ledger_path, "requests")
+        return [row for row in rows if row["business_line"] == business_line]
+
+    until(lambda: bool(found()))
+    (row,) = found()
+    return row
+
+
+def test_a_trace_id_reaches_ledger_and_log(server, model, ledger_path):
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        results: list = []
+        client.start_stream(lambda result, error: results.append(error or result))
+        text = grpcclient.InferInput("text_input", [1], "BYTES")
+        text.set_data_from_numpy(np.array([b"Hello"], dtype=np.object_))
+        client.async_stream_infer(
+            model,
+            [text],
+            request_id="from afar",
+            parameters={
+                "traceparent": f"00-{TRACE_ID}-00f067aa0ba902b7-01",
+                "business_line": "traced",
+                "max_tokens": 2,
+            },
+        )
+        until(lambda: bool(results))
+        client.stop_stream()
+    row = _row(ledger_path, "traced")
+    assert (row["trace_id"], row["request_id"]) == (TRACE_ID, "from afar")
+    lines = [line for line in server.log.read_text().splitlines() if TRACE_ID in line]
+    (line,) = lines
+    logged = json.loads(line)
+    assert logged["level"] == "info"
+    for name in ("key", "request_id", "business_line", "outcome", "output_tokens", "decode_ns"):
+        assert logged[name] == row[name]

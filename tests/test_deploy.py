@@ -1,0 +1,81 @@
+"""deploy/: what Prometheus, Grafana and docker compose are given. A live scrape is compared with it
+in tests/server/test_deploy.py."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from backend.serve import ROOT
+
+DEPLOY = ROOT / "deploy"
+DASHBOARD = json.loads((DEPLOY / "grafana/dashboards/tritium.json").read_text())
+ALERTS = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+RULES = [rule for group in ALERTS["groups"] for rule in group["rules"]]
+METRIC = re.compile(r"\b(?:tritium:|vllm:|nv_)\w+")
+
+
+def used_metrics() -> set[str]:
+    """The names in all expressions of panels and alerts."""
+    expressions = [target["expr"] for panel in PANELS for target in panel["targets"]]
+    expressions += [rule["expr"] for rule in RULES]
+    names = [METRIC.findall(expression) for expression in expressions]
+    assert all(found or "up{" in text for found, text in zip(names, expressions, strict=True))
+    return {name for found in names for name in found}
+
+
+def test_each_panel_can_be_drawn():
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    titles = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
+    assert titles == ["SLO", "Saturation", "Prefix reuse", "Cost", "Health"]
+    places = set()
+    for panel in PANELS:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        places.add((place["x"], place["y"]))
+        for target in panel["targets"]:
+            assert target["expr"].count("(") == target["expr"].count(")")
+            assert target["legendFormat"]
+    assert len(places) == len(PANELS)
+
+
+def test_each_alert_says_what_is_wrong():
+    assert len({rule["alert"] for rule in RULES}) == len(RULES)
+    for rule in RULES:
+        assert set(rule) == {"alert", "expr", "for", "labels", "annotations"}
+        assert re.fullmatch(r"\d+[sm]", rule["for"])
+        assert rule["labels"]["severity"] in ("page", "ticket")
+        assert rule["annotations"]["summary"]
+        assert rule["expr"].count("(") == rule["expr"].count(")")
+
+
+def test_what_is_mounted_is_there():
+    compose = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())
+    for service in compose["services"].values():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert (DEPLOY / source).exists() if source[0] == "." else source in compose["volumes"]
+    prometheus = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
+    (targets,) = prometheus["scrape_configs"][0]["static_configs"]
+    assert targets["targets"] == ["tritium:8002"]
+    assert [DEPLOY / "prometheus" / name for name in prometheus["rule_files"]] == [
+        DEPLOY / "prometheus/alerts.yml"
+    ]
+    source = yaml.safe_load(
+        (DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text()
+    )["datasources"][0]
+    assert {panel["datasource"]["uid"] for panel in PANELS} == {source["uid"]}
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool on PATH")
+def test_promtool_takes_the_rules():
+    for arguments in (
+        ["check", "rules", DEPLOY / "prometheus/alerts.yml"],
+        ["check", "config", "--syntax-only", DEPLOY / "prometheus/prometheus.yml"],
+    ):
+        subprocess.run(["promtool", *arguments], check=True, timeout=60)
