@@ -348,6 +348,24 @@ def test_each_thread_has_a_core_of_its_own():
 # -- the library --
 
 
+def test_without_amx():
+    """What processors with AVX2 alone have, on any."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        cpu.library.cache_clear()
+        try:
+            assert not cpu.samples(torch.zeros(1, 1))
+            for num_rows in (1, 5, 49):
+                test_linear(num_rows, (48, 64), DTYPE)
+                for bits in (8, 4):
+                    test_linear_with_rounded_weights(bits, num_rows, (48, 64))
+            test_silu_and_mul()
+            test_attention_around_the_edges_of_tiles(5)
+            test_attention_is_the_same_in_any_company(20)
+        finally:
+            cpu.library.cache_clear()
+
+
 @pytest.fixture
 def unbuilt():
     cpu.library.cache_clear()

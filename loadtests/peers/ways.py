@@ -30,6 +30,16 @@ _VLLM_ENVIRONMENT = {
 _VLLM_MODEL = """{{"model": "{model}", "dtype": "bfloat16", "max_model_len": 2048,
 "max_num_seqs": 64, "enable_prefix_caching": false}}"""
 
+# With the inputs that our client sends to ours; there they have no meaning.
+_VLLM_CONFIG = """
+backend: "python"
+instance_group [ { count: 1, kind: KIND_MODEL } ]
+input [
+  { name: "return_usage" data_type: TYPE_BOOL dims: [ 1 ] optional: true },
+  { name: "return_error_code" data_type: TYPE_BOOL dims: [ 1 ] optional: true }
+]
+"""
+
 
 class Way(Protocol):
     """Something that answers a workload."""
@@ -223,7 +233,5 @@ def _lay_out_vllm_backend(repository: Path, model: Path) -> Path:
     for path in Path(source).iterdir():
         (version / path.name).symlink_to(path.resolve())
     (version / "model.json").write_text(_VLLM_MODEL.format(model=model))
-    (version.parent / "config.pbtxt").write_text(
-        'backend: "python"\ninstance_group [ { count: 1, kind: KIND_MODEL } ]\n'
-    )
+    (version.parent / "config.pbtxt").write_text(_VLLM_CONFIG)
     return repository
