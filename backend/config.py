@@ -178,6 +178,12 @@ class EngineConfig(BaseModel):
     log_format: Literal["text", "json"] = Field(
         "text", description="json: a log line is one JSON object, and each request is one line"
     )
+    trace_path: Path | None = Field(
+        None, description="file to which lengths, times and block hashes of requests are written"
+    )
+    trace_max_size: Annotated[int, BeforeValidator(_parse_bytes)] = Field(
+        2**30, ge=2**16, description="bytes of that file and of older ones; the oldest go"
+    )
     drain_seconds: float = Field(
         10.0, ge=0, description="how long running requests may go on when the model is unloaded"
     )

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from backend.billing import Bill, Billing
-from backend.config import EngineConfig
+from backend.config import ConfigError, EngineConfig
 from backend.engine import Engine, EngineStats, Runner, StepFigures
 from backend.errors import (
     Cancelled,
@@ -46,6 +46,7 @@ from backend.sequence import (
 )
 from backend.structured import Grammar, GrammarCompiler
 from backend.tokenizer import Tokenizer
+from backend.trace import Captured, TraceWriter
 from backend.usage import BusyTime, Totals
 
 logger = logging.getLogger("tritium")
@@ -87,7 +88,7 @@ class _Live:
     request: GenerationRequest
     responder: Responder
     outputs: dict[int, RequestOutput]  # by the engine's request ids: one an answer
-    num_input_tokens: int
+    first: EngineRequest  # of them
     bill: Bill
     cancelling: bool = False
 
@@ -136,6 +137,7 @@ class Front:
         self._eos_token_ids = eos_token_ids
         self._metrics = metrics
         self._billing = billing
+        self._trace = _trace_writer(config)
         self._live: dict[int, _Live] = {}  # by the engine's request ids
         # By ids: the callbacks of grammars live as long as those, and responders must not.
         self._compiling: dict[int, _Compiling] = {}
@@ -190,6 +192,8 @@ class Front:
         self._grammars.close()
         self._outputs.put(None)
         self._thread.join()
+        if self._trace:
+            self._trace.close()
 
     def _check(self, request: GenerationRequest) -> None:
         num_answers = request.sampling.n
@@ -234,7 +238,7 @@ class Front:
                     r.request_id: self._output(request, prompt_token_ids, arrival.time)
                     for r in engine_requests
                 },
-                len(prompt_token_ids),
+                engine_requests[0],
                 bill,
             )
             for request_id in live.outputs:
@@ -512,7 +516,11 @@ class Front:
         deltas = [answer.take() for answer in answers]
         usage = self._end(live, deltas[0].finish_reason) if final else None
         tensors = response_tensors(
-            live.request, deltas, live.num_input_tokens, usage, self._tokenizer
+            live.request,
+            deltas,
+            len(live.first.prompt_token_ids),
+            usage,
+            self._tokenizer,
         )
         live.responder.send(tensors, final)
 
@@ -522,6 +530,17 @@ class Front:
         usage = Usage.of_samples([answer.usage() for answer in answers])
         gaps = [gap for answer in answers for gap in answer.gaps]
         self._billing.close(live.bill, str(reason), usage, gaps)
+        if self._trace:
+            self._trace.add(
+                Captured(
+                    live.bill.arrival,
+                    live.first.prompt_token_ids,
+                    [answer.usage().output_tokens for answer in answers],
+                    live.first.cache_salt,
+                    live.bill.business_line,
+                    live.bill.request_class,
+                )
+            )
         return self._billing.usage(live.bill, usage)
 
     def _forget(self, live: _Live) -> None:
@@ -557,6 +576,17 @@ class Front:
             live.cancelling = True
             for request_id in live.outputs:
                 self._engine.abort(request_id)
+
+
+def _trace_writer(config: EngineConfig) -> TraceWriter | None:
+    if not config.trace_path:
+        return None
+    try:
+        return TraceWriter(config.trace_path, config.trace_max_size, config.block_size)
+    except OSError as error:
+        raise ConfigError(
+            f"config.pbtxt: parameter 'trace_path' can't be {str(config.trace_path)!r}. {error}"
+        ) from None
 
 
 def _give_way() -> None:

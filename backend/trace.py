@@ -9,7 +9,6 @@ import logging
 import queue
 import secrets
 import threading
-import time
 from array import array
 from collections.abc import Sequence
 from logging.handlers import RotatingFileHandler
@@ -44,9 +43,9 @@ class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 class Captured(NamedTuple):
     """A request that has ended."""
 
-    arrival_time: float  # time.perf_counter()
+    arrival: float  # seconds since 1970
     prompt_token_ids: Sequence[int]
-    output_lengths: list[int]  # of each answer
+    output_lengths: list[int]  # of each answer; 0: none that could be replayed
     cache_salt: bytes  # prompts under different salts share nothing
     business_line: str
     request_class: str
@@ -68,7 +67,6 @@ class TraceWriter:
         self._block_size = block_size
         # Random, so that nobody who has the file can find out a prompt by guessing it.
         self._key = secrets.token_bytes(16)
-        self._epoch = time.time() - time.perf_counter()
         self._encoder = msgspec.json.Encoder()
         self._file = _File(path, max_size)
         self._queue: queue.Queue[Captured | None] = queue.Queue(_MAX_BEHIND)
@@ -107,11 +105,11 @@ class TraceWriter:
 
     def _write(self, request: Captured) -> None:
         ids = hash_ids(request, self._block_size, self._key)
-        for output_length in request.output_lengths:
+        for output_length in filter(None, request.output_lengths):
             row = TraceRequest(
-                round((request.arrival_time + self._epoch) * 1000, 3),
+                round(request.arrival * 1000, 3),
                 len(request.prompt_token_ids),
-                max(output_length, 1),  # a client that left before the first token wanted one
+                output_length,
                 ids,
                 self._block_size,
                 request.business_line,

@@ -117,9 +117,10 @@ def _num_shares(environment: Environment) -> int:
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser, **_: Any) -> None:
     """Add those of a replay."""
-    parser.add_argument("--trace", type=Path, required=True, help="that is replayed")
+    # Strings, since locust sends all options to its workers.
+    parser.add_argument("--trace", required=True, help="that is replayed")
     parser.add_argument("--rate", type=float, default=1.0, help="how much faster time runs")
-    parser.add_argument("--output", type=Path, default=ROOT / "results/locust", help="folder")
+    parser.add_argument("--output", default=str(ROOT / "results/locust"), help="folder")
     add_plan_options(parser)
     add_target_options(parser)
 
@@ -164,12 +165,12 @@ def report(environment: Environment, **_: Any) -> None:
     options = _options(environment)
     shares = _num_shares(environment)
     plan, slo, max_lag = plan_of(options, options.rate), slo_of(options), max_lag_of(options)
-    run = new_run(options.trace.stem, plan, options.url, slo, max_lag)
+    run = new_run(plan.trace.stem, plan, options.url, slo, max_lag)
     run.samples = _scrapers.pop().stop(_Shared.start.value)
     run.records = sorted(_records, key=lambda record: record.index)
     run.healths = list(_healths)
     run.interrupted = len(_healths) < shares
-    summary = write_report(run, options.output)
+    summary = write_report(run, Path(options.output))
     print_summaries(Console(), [summary])
     if summary.invalid or not summary.completed:
         environment.process_exit_code = 1

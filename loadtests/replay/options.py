@@ -3,6 +3,7 @@
 import secrets
 from argparse import Namespace
 from functools import cache
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -52,7 +53,7 @@ def add_target_options(parser: Any) -> None:
 
 def plan_of(options: Namespace, rate: float) -> Plan:
     plan = Plan(
-        options.trace.resolve(),
+        Path(options.trace).resolve(),
         options.start,
         options.window,
         rate,

@@ -1,0 +1,167 @@
+"""Traffic through the real server: replayed, reported, captured, replayed again."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import tritonclient.grpc as grpcclient
+
+from backend.serve import ROOT
+from loadtests.replay.options import read_tokenizer
+from loadtests.replay.plan import Plan
+from loadtests.replay.processes import ReplayError, Target, replay
+from loadtests.replay.run import Slo, load_run
+from loadtests.report.summary import summarize
+from loadtests.traces.convert import convert
+from loadtests.traces.describe import describe
+from loadtests.traces.format import read_trace, write_trace
+from loadtests.traces.synthesize import Lengths, Shape, synthesize
+from tests.server.harness import until, write_model
+
+NUM_REQUESTS = 30
+SHAPE = Shape(NUM_REQUESTS, 12.0, Lengths(60, 150), Lengths(5, 12), dispersion=2.0, hit_ratio=0.4)
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory):
+    return tmp_path_factory.mktemp("capture") / "captured.jsonl"
+
+
+@pytest.fixture(scope="module")
+def model(server, repository, tiny_weights, captured):
+    """A fast model with a prefix cache, which records its traffic."""
+    write_model(
+        repository,
+        "replayed",
+        model=tiny_weights,
+        max_model_len=1024,
+        kv_cache_memory="32MiB",
+        prefix_cache="on",
+        trace_path=captured,
+    )
+    with grpcclient.InferenceServerClient(server.grpc_url) as control:
+        control.load_model("replayed")
+        yield "replayed"
+        control.unload_model("replayed")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trace") / "made-up.jsonl"
+    write_trace(path, synthesize(SHAPE))
+    return path
+
+
+def target(server, model, tiny_weights, seed, **fields):
+    return Target(
+        **{
+            "url": server.grpc_url,
+            "metrics_url": f"{server.metrics_url}/metrics",
+            "model": model,
+            "tokenizer": read_tokenizer(str(tiny_weights)),
+            "seed": seed,
+        }
+        | fields
+    )
+
+
+def test_traffic_is_replayed_captured_and_replayed_as_it_was(
+    server, model, tiny_weights, trace, captured, tmp_path
+):
+    """Over gRPC by two processes, then what the server wrote of that, over HTTP by one."""
+
+    def replayed(plan, seed, **fields):
+        """The trace that the server makes of a replay."""
+        before = len(captured.read_bytes())
+        to = target(server, model, tiny_weights, seed, **fields)
+        run = replay(seed, plan, to, Slo(), max_lag=0.05)
+        check(run)
+        assert len(run.healths) == to.num_processes
+        until(lambda: len(captured.read_bytes()[before:].splitlines()) == NUM_REQUESTS)
+        part, converted = tmp_path / "part", tmp_path / f"{seed}.jsonl"
+        part.write_bytes(captured.read_bytes()[before:])
+        assert convert(part, converted, "server") == (NUM_REQUESTS, 0)
+        return converted
+
+    recorded = replayed(Plan(trace), "first", num_processes=2)
+    again = replayed(Plan(recorded), "second", url=server.http_url)
+    assert b" " not in recorded.read_bytes()  # no text
+    requests = [list(read_trace(path)) for path in (trace, recorded, again)]
+    # Requests of the same moment may change places.
+    lengths = [sorted((r.input_length, r.output_length) for r in found) for found in requests]
+    assert lengths[0] == lengths[1] == lengths[2]
+    ratios = [describe(found).hit_ratio["endless"] for found in requests]
+    assert ratios == pytest.approx([ratios[0]] * 3, abs=0.01)
+
+
+def check(run):
+    """Lengths, reuse of prefixes, and the server's own counters."""
+    found = summarize(run)
+    assert [record.error for record in run.records if record.error] == []
+    assert found.sent == found.completed == found.exact_lengths == NUM_REQUESTS
+    assert {record.finish_reason for record in run.records} == {"length"}
+    assert len(found.counts) == 3
+    assert all(count.here == count.server for count in found.counts)
+    # Requests that share a prefix and run at the same time compute it twice.
+    planned = run.planned.hit_ratio["endless"]
+    assert 0.5 * planned < found.cached_ratio < planned + 1e-9
+
+
+def test_a_throttled_client_is_told_apart_from_a_slow_server(server, model, tiny_weights, trace):
+    """Its process is stopped 150 ms of each 200, from the first answer on."""
+    over = threading.Event()
+
+    def throttle():
+        [client] = multiprocessing.active_children()
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            while not over.wait(0.05):
+                os.kill(client.pid, signal.SIGSTOP)
+                time.sleep(0.15)
+                os.kill(client.pid, signal.SIGCONT)
+
+    throttling = threading.Thread(target=throttle)
+
+    def on_record(record):
+        if not throttling.ident:
+            throttling.start()
+
+    to = target(server, model, tiny_weights, "throttled")
+    run = replay("throttled", Plan(trace), to, Slo(), max_lag=0.05, on_record=on_record)
+    over.set()
+    throttling.join()
+    found = summarize(run)
+    assert found.completed == NUM_REQUESTS
+    assert any("the client was the bottleneck" in reason for reason in found.invalid)
+
+
+def test_a_process_that_fails_ends_the_replay(server, model, tiny_weights, trace):
+    to = target(server, model, tiny_weights, "s", tokenizer="{}")
+    with pytest.raises(ReplayError, match="Model missing"):
+        replay("none", Plan(trace), to, Slo(), max_lag=0.05)
+
+
+def test_under_locust(server, model, tiny_weights, trace, tmp_path):
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "locust", "-f", "loadtests/locustfile.py", "--headless"),
+            *(f"--trace={trace}", "--only-summary", "--processes=2"),
+            *(f"--url={server.grpc_url}", f"--metrics-url={server.metrics_url}/metrics"),
+            *(f"--model={model}", f"--tokenizer={tiny_weights}", f"--output={tmp_path}"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "ttft" in result.stdout + result.stderr
+    run = load_run(tmp_path)
+    check(run)
+    assert len(run.healths) == 2
+    assert result.returncode == bool(summarize(run).invalid)
