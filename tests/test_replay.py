@@ -337,6 +337,24 @@ def test_counts_are_compared_with_the_server_s():
     ]
 
 
+def test_the_bill_of_each_line():
+    billed = [
+        msgspec.structs.replace(record(i, i, cached=i), business_line=line, device_ms=ms, cost=cost)
+        for i, (line, ms, cost) in enumerate(
+            [("search", 10, 0.5), ("ads", 20, None), ("search", 5, 0.25)]
+        )
+    ]
+    found = summarize(run_of([*billed, refused(3, 3)]))
+    assert [(b.business_line, b.requests, b.device_seconds, b.cost) for b in found.bill] == [
+        ("ads", 1, 0.02, None),
+        ("search", 2, 0.015, 0.75),
+    ]
+    assert [(b.input_tokens, b.cached_tokens, b.output_tokens) for b in found.bill] == [
+        (100, 1, 5),
+        (200, 2, 10),
+    ]
+
+
 # -- files --
 
 

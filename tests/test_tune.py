@@ -18,7 +18,7 @@ def summary(speed=100.0, ttft=0.2, tpot=0.05, completed=10):
     return Summary(
         *("run", 10, completed, 10 - completed, 0, 1.0, 1.0, 1.0, 0.0, speed, 1.0, 1.0, 0.0, 10),
         *(Distribution.of([ttft]), Distribution.of([tpot]), nothing, nothing, nothing),
-        *([], [], []),
+        *([], [], [], []),
     )
 
 

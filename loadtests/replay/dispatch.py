@@ -137,6 +137,9 @@ class Dispatcher:
                 if delta.usage:
                     record.num_input_tokens = delta.usage.prompt_tokens
                     record.num_cached_tokens = delta.usage.cached_tokens
+                    record.device_ms = delta.usage.prefill_ms + delta.usage.decode_ms
+                    record.kv_block_seconds = delta.usage.kv_block_seconds
+                    record.cost = delta.usage.cost
 
 
 class _Pulse:

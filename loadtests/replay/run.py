@@ -23,6 +23,9 @@ class Record(msgspec.Struct):
     num_input_tokens: int = 0  # these three as the server counts
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    device_ms: float = 0.0  # these as the server bills
+    kv_block_seconds: float = 0.0
+    cost: float | None = None  # None where it has no price
     gaps: list[float] = []  # between one response with text and the next
     finish_reason: str = ""
     error: str = ""  # "CODE: message"

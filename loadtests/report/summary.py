@@ -56,6 +56,19 @@ class Count(msgspec.Struct, frozen=True):
     server: int
 
 
+class BillLine(msgspec.Struct, frozen=True):
+    """What the server bills a business line for the run."""
+
+    business_line: str
+    requests: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    device_seconds: float
+    kv_block_seconds: float
+    cost: float | None  # None where the server has no price
+
+
 class Summary(msgspec.Struct, frozen=True):
     """Of a run. Rates are over its duration: from the start to the last end."""
 
@@ -81,6 +94,7 @@ class Summary(msgspec.Struct, frozen=True):
     invalid: list[str]  # why these figures are not the server's
     checks: list[Check]
     counts: list[Count]  # none without the server's metrics
+    bill: list[BillLine]
 
     @property
     def is_like_its_source(self) -> bool:
@@ -123,6 +137,7 @@ def summarize(run: Run) -> Summary:
         invalid=_invalid(run),
         checks=_checks(run, completed),
         counts=_counts(run, completed),
+        bill=_bill(completed),
     )
 
 
@@ -241,3 +256,27 @@ def _counts(run: Run, completed: list[Record]) -> list[Count]:
         Count(name, value, round(last.get(name, 0) - first.get(name, 0)))
         for name, value in here.items()
     ]
+
+
+def _bill(completed: list[Record]) -> list[BillLine]:
+    lines: dict[str, list[Record]] = {}
+    for record in completed:
+        lines.setdefault(record.business_line, []).append(record)
+    return [
+        BillLine(
+            name,
+            len(records),
+            sum(record.num_input_tokens for record in records),
+            sum(record.num_cached_tokens for record in records),
+            sum(record.num_output_tokens for record in records),
+            sum(record.device_ms for record in records) / 1000,
+            sum(record.kv_block_seconds for record in records),
+            _sum_of_costs(records),
+        )
+        for name, records in sorted(lines.items())
+    ]
+
+
+def _sum_of_costs(records: list[Record]) -> float | None:
+    costs = [record.cost for record in records if record.cost is not None]
+    return sum(costs) if costs else None

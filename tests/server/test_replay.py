@@ -108,6 +108,7 @@ def check(run):
     assert {record.finish_reason for record in run.records} == {"length"}
     assert len(found.counts) == 3
     assert all(count.here == count.server for count in found.counts)
+    assert all(record.device_ms > 0 for record in run.records)
     # Requests that share a prefix and run at the same time compute it twice.
     planned = run.planned.hit_ratio["endless"]
     assert 0.5 * planned < found.cached_ratio < planned + 1e-9
