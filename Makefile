@@ -12,7 +12,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet
 CLIENTS := $(VENV)-clients
 CLIENTS_PIP := $(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: setup clients serve test test-aiperf lint format bench bench-front bench-peers peers pressure loadtest tune gains gpu-check roofline cpu-steps quality kernel-table clean
+.PHONY: setup clients serve test test-aiperf lint format bench bench-front bench-peers peers pressure loadtest soak tune gains gpu-check roofline cpu-steps quality kernel-table clean
 
 setup: $(VENV)/.installed
 
@@ -103,6 +103,10 @@ loadtest: setup
 		--input-length 100 400 --output-length 30 100 --hit-ratio 0.3
 	$(PY) -m loadtests replay results/loadtest.jsonl --url localhost:$(GRPC_PORT) \
 		--metrics-url http://localhost:$(METRICS_PORT)/metrics --output results/loadtest $(ARGS)
+
+# 10 minutes or 10,000 requests of all kinds; failing steps, and SIGTERM at the end
+soak: setup
+	$(PY) -m loadtests.soak $(ARGS)
 
 # Which limits suit a trace: make tune ARGS="trace.jsonl --slo-ttft-ms 500 --slo-tpot-ms 100"
 tune: setup

@@ -113,13 +113,33 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def num_prompt_blocks(self, sequence: Sequence) -> int:
+        """Full blocks of the prompt."""
+        return sequence.num_prompt_tokens // self.block_size
+
+    def reuses(self, sequence: Sequence) -> bool:
+        """Whether the sequence may start with others' blocks, and they with its."""
+        return self.prefix_cache and sequence.reuses_prefix
+
+    def shares_block(self, first: Sequence, second: Sequence, index: int) -> bool:
+        """Whether a block of two sequences, and all before it, could be the same one."""
+        return self._block_hash(first, index) == self._block_hash(second, index)
+
+    def hash_prompt(self, sequence: Sequence) -> list[bytes]:
+        """The hashes of the prompt's full blocks, before the engine has the sequence.
+
+        Any thread may; the engine's then has them.
+        """
+        self._extend_hashes(sequence, self.num_prompt_blocks(sequence))
+        return sequence.block_hashes
+
     def get_computed_blocks(self, sequence: Sequence) -> list[int]:
         """The published blocks of the sequence's longest known prefix.
 
         Never all of its tokens: the last one is left to compute, since its logits are wanted.
         """
         computed: list[int] = []
-        if not self.prefix_cache:
+        if not self.reuses(sequence):
             return computed
         for i in range((sequence.num_tokens - 1) // self.block_size):
             block = self._published.get(self._block_hash(sequence, i))
@@ -187,7 +207,7 @@ class BlockManager:
 
         Where equal content is known already, the older block stays the one that is found.
         """
-        if not self.prefix_cache:
+        if not self.reuses(sequence):
             return
         num_full = num_computed_tokens // self.block_size
         for i in range(sequence.num_published_blocks, num_full):
@@ -261,12 +281,19 @@ class BlockManager:
 
     def _block_hash(self, sequence: Sequence, index: int) -> bytes:
         """The hash of block `index` and all before it: H(parent, tokens), the salt at the root."""
+        if len(sequence.block_hashes) <= index:
+            self._extend_hashes(sequence, index + 1)
+        return sequence.block_hashes[index]
+
+    def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         hashes = sequence.block_hashes
-        while len(hashes) <= index:
-            parent = hashes[-1] if hashes else self._root + sequence.request.cache_salt
-            tokens = array("q", self._block_tokens(sequence, len(hashes)))
-            hashes.append(_digest(parent + tokens.tobytes()))
-        return hashes[index]
+        first = len(hashes) * self.block_size
+        tokens = array("q", sequence.token_ids[first : num_blocks * self.block_size]).tobytes()
+        digest = hashes[-1] if hashes else self._root + sequence.request.cache_salt
+        size = self.block_size * 8  # bytes
+        for start in range(0, len(tokens), size):
+            digest = _digest(digest + tokens[start : start + size])
+            hashes.append(digest)
 
 
 def _digest(data: bytes) -> bytes:

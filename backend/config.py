@@ -157,7 +157,14 @@ class EngineConfig(BaseModel):
         description="speculative decoding by prompt lookup, as JSON with vLLM's names: "
         '{"method": "ngram", "num_speculative_tokens": 8}; default: none',
     )
-    prefix_cache: Literal["on", "off"] = Field("off", description="reuse of computed prefixes")
+    prefix_cache: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="reuse of computed prefixes; auto: where enough of the prompts could be reused",
+    )
+    prefix_cache_scope: Literal["line", "shared"] = Field(
+        "line",
+        description="whose prompts are measured and reused together: one business line's, or all",
+    )
     business_lines: Annotated[list[_Name], BeforeValidator(_parse_json)] = Field(
         [],
         description='those that metrics tell apart, as JSON: ["search", "ads"]; all others '

@@ -16,7 +16,8 @@ from typing import NamedTuple, Protocol
 from backend.admission import Admission
 from backend.block_manager import BlockManager
 from backend.config import EngineConfig
-from backend.errors import InvalidArgument, RefusalReason, Unavailable
+from backend.errors import InvalidArgument, OutOfMemory, RefusalReason, Unavailable
+from backend.prefix_index import Overlap, PrefixIndex
 from backend.scheduler import Policy, ScheduledSequence, Scheduler
 from backend.sequence import (
     EngineOutput,
@@ -32,6 +33,8 @@ logger = logging.getLogger("tritium")
 
 _MAX_STEPS = 1000  # kept until they are taken
 _TOTALS_NS = 1_000_000_000  # between two reports of where the time went
+_MAX_FAILURES = 3  # steps in a row; what comes then fails too, and a reload is better
+_STEP_SECONDS = 10  # that a stopping engine waits for the step at hand
 
 
 class Runner(Protocol):
@@ -46,7 +49,11 @@ class Runner(Protocol):
 
     def launch(self, batch: list[ScheduledSequence]) -> Callable[[], list[SampledToken]]:
         """Start a step; what is returned waits for it and gives its tokens: of each of the batch,
-        in its order, `num_samples`."""
+        in its order, `num_samples`.
+
+        Raises:
+            OutOfMemory: there is too little for this step; a smaller one may be tried.
+        """
         ...
 
 
@@ -82,6 +89,7 @@ class EngineStats:
     num_computed_tokens: int
     num_draft_tokens: int
     num_accepted_tokens: int  # of the drafts
+    prefix_overlap: Overlap  # where the prefix cache is `auto`
 
 
 class Engine:
@@ -114,8 +122,13 @@ class Engine:
         self.block_manager = BlockManager(
             runner.num_blocks,
             config.block_size,
-            config.prefix_cache == "on",
+            config.prefix_cache != "off",
             self._busy_time.clock,
+        )
+        self._prefix_index = (
+            PrefixIndex(runner.num_blocks, config.block_size)
+            if config.prefix_cache == "auto"
+            else None
         )
         self.scheduler = Scheduler(
             self.block_manager,
@@ -129,7 +142,7 @@ class Engine:
                 config.ageing_seconds,
             ),
         )
-        self._inbox: deque[EngineRequest | int] = deque()  # to add, or the id to abort
+        self._inbox: deque[Sequence | int] = deque()  # to add, or the id to abort
         self._wake = threading.Condition()
         self.admission = Admission(  # guarded by _wake
             config.max_num_seqs, config.max_queue_size, config.max_queue_tokens
@@ -137,6 +150,8 @@ class Engine:
         self._stopping = ""  # why no more requests are taken
         self._thread: threading.Thread | None = None
         self._in_flight: _Step | None = None
+        self._at_work: list[ScheduledSequence] = []  # whom a failure now takes with it
+        self._num_failures = 0  # of steps, in a row
         self._num_steps = 0
         self._num_computed_tokens = 0
 
@@ -191,12 +206,31 @@ class Engine:
                     f"cache holds {self.max_kv_tokens}",
                     RefusalReason.KV_NEVER_FITS,
                 )
+        sequences = [Sequence(request) for request in requests]  # may raise, by a grammar's fault
+        self._look_at_prefixes(sequences)
         with self._wake:
             self._check_open()
             for request in requests:
                 self.admission.submitted(request, time.perf_counter())
-            self._inbox.extend(requests)
+            self._inbox.extend(sequences)
             self._wake.notify()
+
+    def _look_at_prefixes(self, sequences: list[Sequence]) -> None:
+        """Hash prompts here, where no step waits for it, and decide whether they are reused."""
+        if not self.block_manager.prefix_cache:
+            return
+        hashes: list[bytes] = []
+        reuses = True
+        for sequence in sequences:
+            request = sequence.request
+            if request.fork_of is None:
+                hashes = self.block_manager.hash_prompt(sequence)
+                reuses = self._prefix_index is None or self._prefix_index.observe(
+                    request.cache_scope, hashes, sequence.num_prompt_tokens
+                )
+            else:  # it comes behind the one that it forks
+                sequence.block_hashes = hashes.copy()
+            sequence.reuses_prefix = reuses
 
     def abort(self, request_id: int) -> None:
         """End a request, waiting or running; does nothing where it has ended."""
@@ -219,6 +253,7 @@ class Engine:
             num_computed_tokens=self._num_computed_tokens,
             num_draft_tokens=self.scheduler.drafts.num_tokens,
             num_accepted_tokens=self.scheduler.drafts.num_accepted_tokens,
+            prefix_overlap=self._prefix_index.total if self._prefix_index else Overlap(),
         )
 
     def take_steps(self) -> list[StepFigures]:
@@ -227,13 +262,17 @@ class Engine:
 
     def step(self) -> list[EngineOutput]:
         """One step over what is there now: schedule, run, update."""
+        self._at_work = []
         if not self.scheduler.has_unfinished():
             self._busy_time.end_idle()
         outputs = self._take_inbox() + self._hand_out(self.scheduler.expire())
         batch = self.scheduler.schedule()
         self._note_admitted()
-        before, self._in_flight = self._in_flight, self._launch(batch)
-        outputs += self._update(before)
+        before, self._in_flight = self._in_flight, None
+        try:
+            self._in_flight = self._launch(batch)
+        finally:  # also where that failed: the next step must know what this one sampled
+            outputs += self._update(before)
         if not self._runner.overlaps or self.scheduler.waits_for(batch):
             launched, self._in_flight = self._in_flight, None
             outputs += self._update(launched)
@@ -243,7 +282,19 @@ class Engine:
     def _launch(self, batch: list[ScheduledSequence]) -> _Step | None:
         if not batch:
             return None
-        step = _Step(batch, self._runner.launch(batch), self._busy_time.shares(batch))
+        self._at_work = batch
+        try:
+            read = self._runner.launch(batch)
+        except OutOfMemory as error:
+            if not self.scheduler.retreat(batch):
+                raise
+            self._busy_time.end_failed_step()
+            logger.warning(
+                f"no memory for a step of {sum(s.num_new_tokens for s in batch)} tokens; "
+                f"trying at most {self.scheduler.token_budget}: {error}"
+            )
+            return None
+        step = _Step(batch, read, self._busy_time.shares(batch))
         self.scheduler.advance(batch)
         self._num_steps += 1
         self._num_computed_tokens += sum(scheduled.num_new_tokens for scheduled in batch)
@@ -252,20 +303,28 @@ class Engine:
     def _update(self, step: _Step | None) -> list[EngineOutput]:
         if step is None:
             return []
+        launching, self._at_work = self._at_work, step.batch
         sampled = step.read()
+        self._num_failures = 0
         duration = self._busy_time.end_step(step.shares)
         num_tokens = sum(scheduled.num_new_tokens for scheduled in step.batch)
         self._steps.append(StepFigures(len(step.batch), num_tokens, duration))
-        return self._hand_out(self.scheduler.update(step.batch, sampled))
+        outputs = self._hand_out(self.scheduler.update(step.batch, sampled))
+        self._at_work = launching
+        return outputs
 
     def start(self) -> None:
         """Step on a thread of the engine's own until `stop()`."""
         self._report_totals()
-        self._thread = threading.Thread(target=self._run, name="engine")
+        # A daemon, so that a step that hangs does not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     def stop(self, drain_seconds: float) -> None:
-        """Refuse new requests, let the others go on for so long, then end them with an error."""
+        """Refuse new requests, let the others go on for so long, then end them with an error.
+
+        Takes at most `drain_seconds`, then one step, and no more than 10 seconds for that.
+        """
         with self._wake:
             self._stopping = self._stopping or "the model is shutting down"
         deadline = time.monotonic() + drain_seconds
@@ -275,7 +334,9 @@ class Engine:
             self._thread, thread = None, self._thread
             self._wake.notify()
         if thread:
-            thread.join()
+            thread.join(_STEP_SECONDS)
+            if thread.is_alive():
+                logger.error(f"a step hangs for {_STEP_SECONDS} s; its sequences end without it")
         self._take_inbox()
         self._end_all(self.scheduler.unfinished_ids(), FinishReason.SHUTDOWN, self._stopping)
         self._busy_time.end_idle()
@@ -322,10 +383,13 @@ class Engine:
                 logger.exception("a step failed; its sequences end with an error")
                 self._busy_time.end_failed_step()
                 self._end_all(
-                    self.scheduler.ids_in_step(),
+                    [scheduled.sequence.request_id for scheduled in self._at_work],
                     FinishReason.ERROR,
                     f"the engine's step failed: {error}",
                 )
+                self._num_failures += 1
+                if self._num_failures == _MAX_FAILURES:
+                    raise
 
     def _check_open(self) -> None:
         if self._stopping:
@@ -346,8 +410,8 @@ class Engine:
         aborted: list[EngineOutput] = []
         while self._inbox:
             item = self._inbox.popleft()
-            if isinstance(item, EngineRequest):
-                self.scheduler.add(Sequence(item))
+            if isinstance(item, Sequence):
+                self.scheduler.add(item)
             else:
                 aborted += self.scheduler.end(item, FinishReason.CANCELLED)
         return self._hand_out(aborted)

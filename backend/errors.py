@@ -54,4 +54,8 @@ class Cancelled(RequestError):
     code = grpc_status = "CANCELLED"
 
 
+class OutOfMemory(Exception):
+    """A step found no memory, and has changed nothing; a smaller one may find some."""
+
+
 ERRORS = (RequestError, InvalidArgument, Unsupported, Unavailable, Cancelled)

@@ -93,8 +93,7 @@ class _Live:
     cancelling: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Compiling:
+class _Compiling(NamedTuple):
     """A request that has its places and waits for the grammar of its answer."""
 
     request: GenerationRequest
@@ -189,6 +188,13 @@ class Front:
     def stop(self) -> None:
         """Let running requests end for `drain_seconds`, then end what is left with an error."""
         self._engine.stop(self._config.drain_seconds)
+        with self._compiling_lock:
+            compiling = list(self._compiling.values())
+            self._compiling.clear()
+        for request, responder, _, bill in compiling:
+            self._engine.release(request.sampling.n, request.request_class)
+            stopping = Unavailable("the model is shutting down", RefusalReason.DRAINING)
+            self._refuse(responder, bill, stopping)
         self._grammars.close()
         self._outputs.put(None)
         self._thread.join()
@@ -326,6 +332,7 @@ class Front:
         if detection is None and not sampling.ignore_eos:  # which asks for a certain length
             detection = self._config.repetition_detection
         lora = sampling.lora_name or ""
+        scope = request.business_line if self._config.prefix_cache_scope == "line" else ""
         seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
         first = EngineRequest(
             request_id=next(self._request_ids),
@@ -361,10 +368,10 @@ class Front:
             deadlines=self._deadlines(request, arrival),
             speculative=self._speculates(sampling.speculative),
             lora=lora,
-            # The line is always part of the salt, so nobody can take on another line's.
+            # The line is part of the salt, so nobody can take on another line's.
             # So is the adapter, whose KV is no other's.
-            cache_salt=f"{len(request.business_line)}:{request.business_line}"
-            f"{len(lora)}:{lora}{request.cache_salt}".encode(),
+            cache_salt=f"{len(scope)}:{scope}{len(lora)}:{lora}{request.cache_salt}".encode(),
+            cache_scope=scope,
         )
         forks = [
             replace(

@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import triton_python_backend_utils as pb_utils
@@ -157,7 +158,7 @@ class Metrics:
         self._later(self._used_blocks.set, stats.num_used_blocks)
         self._later(self._cached_blocks.set, stats.num_cached_blocks)
         for name, counters in self._engine_counters.items():
-            value = getattr(stats, name)
+            value = attrgetter(name)(stats)
             for counter in counters:
                 self._later(counter.increment, value - self._counted.get(name, 0))
             self._counted[name] = value
@@ -230,6 +231,27 @@ class Metrics:
             ],
             "num_accepted_tokens": [
                 self._metric("tritium:accepted_tokens_total", "Draft tokens accepted", counter)
+            ],
+            "prefix_overlap.num_tokens": [
+                self._metric(
+                    "tritium:prefix_query_tokens_total",
+                    "Prompt tokens that were looked up in the prefix cache's shadow index",
+                    counter,
+                )
+            ],
+            "prefix_overlap.num_pool_tokens": [
+                self._metric(
+                    "tritium:prefix_pool_tokens_total",
+                    "Of those, what could have been reused with the KV cache's memory",
+                    counter,
+                )
+            ],
+            "prefix_overlap.num_window_tokens": [
+                self._metric(
+                    "tritium:prefix_window_tokens_total",
+                    "Of those, what could have been reused with a memory of 65536 blocks",
+                    counter,
+                )
             ],
         }
         self._create_lines(business_lines)

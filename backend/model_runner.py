@@ -12,6 +12,7 @@ from torch import Tensor
 
 from backend.config import ConfigError, EngineConfig
 from backend.cuda_graphs import DecodeGraphs
+from backend.errors import OutOfMemory
 from backend.models import LlamaModel, load_model
 from backend.sampler import Sampled, Sampler, grammar_masks, score
 from backend.scheduler import ScheduledSequence
@@ -89,7 +90,6 @@ class ModelRunner:
         if self.device.type == "cpu":
             bind_threads()
 
-    @torch.inference_mode()
     def launch(self, batch: list[ScheduledSequence]) -> Callable[[], list[SampledToken]]:
         """Start computing the batch's new tokens.
 
@@ -99,7 +99,23 @@ class ModelRunner:
         Returns:
             What waits for the step and gives the `num_samples` tokens of each, in the batch's
             order.
+
+        Raises:
+            OutOfMemory: nothing was sampled; the same tokens may be computed again.
         """
+        try:
+            return self._launch(batch)
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            reason = str(error)
+        # Here nothing holds the step's tensors any more.
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise OutOfMemory(reason)
+
+    @torch.inference_mode()
+    def _launch(self, batch: list[ScheduledSequence]) -> Callable[[], list[SampledToken]]:
         with self._on_device():
             input_ids, positions, metadata = self._tensors(batch)
             lora = self._lora_rows(batch)
@@ -282,6 +298,12 @@ class ModelRunner:
                 f"one block of {self.block_size} tokens takes {self.block_bytes} bytes"
             )
         return num_blocks
+
+
+def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    """PyTorch's allocator on CPU raises a plain RuntimeError."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 def _sampled_rows(batch: list[ScheduledSequence]) -> np.ndarray:

@@ -23,6 +23,9 @@ from backend.sequence import (
 from backend.speculative import SpeculativeConfig
 from backend.waiting_queue import WaitingQueue
 
+# So many steps after one found no memory, the next ones may be twice as large.
+_STEPS_UNTIL_GROWTH = 100
+
 
 class Policy(NamedTuple):
     """Who goes first, and who gives way how often."""
@@ -76,6 +79,7 @@ class Scheduler:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.token_budget = max_num_batched_tokens  # less for a while where memory was short
         self.policy = policy or Policy()
         self.drafts = Drafts(speculative, block_manager)
         self.deadlines = Deadlines()
@@ -88,6 +92,9 @@ class Scheduler:
         self._admissions = count()
         self._num_skipped = 0  # at the head of the queue, as they don't fit into this step
         self._clock = clock
+        self._steps_until_growth = 0
+        self._admitted: list[Sequence] = []  # with the last step that was scheduled
+        self._prefilling: list[Sequence] = []  # run, and have blocks of a prompt to publish
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; one that forks another waits until that one's prompt is computed."""
@@ -119,10 +126,12 @@ class Scheduler:
         Those with one new token stand first, as attention wants them.
         """
         batch: list[ScheduledSequence] = []
-        budget = self.max_num_batched_tokens
+        budget = self.token_budget
         self.newly_admitted.clear()
         self._num_skipped = 0
         self._promote()
+        self._admitted.clear()
+        self._prefilling = [s for s in self._prefilling if self._has_to_publish(s)]
 
         i = 0
         num_preemptions = self.num_preemptions
@@ -166,6 +175,29 @@ class Scheduler:
         for sequence, _, end, samples, _ in batch:
             sequence.num_computed_tokens = end
             sequence.num_pending_tokens += samples
+        if self.token_budget < self.max_num_batched_tokens:
+            self._steps_until_growth -= 1
+            if not self._steps_until_growth:
+                self._set_budget(min(2 * self.token_budget, self.max_num_batched_tokens))
+
+    def retreat(self, batch: list[ScheduledSequence]) -> bool:
+        """Undo a step that was scheduled and found no memory; those to come are half as large.
+
+        They grow again step by step. False where it can't be smaller, and nothing is changed.
+        """
+        num_tokens = sum(scheduled.num_new_tokens for scheduled in batch)
+        if num_tokens == 1:
+            return False
+        self._set_budget(num_tokens // 2)
+        for scheduled in batch:
+            self.block_manager.trim(scheduled.sequence, scheduled.start)
+        for sequence in self._admitted:
+            if sequence.status is SequenceStatus.RUNNING:
+                self.running.remove(sequence)
+                self.block_manager.free(sequence)
+                sequence.status = SequenceStatus.WAITING
+                self._enqueue(sequence)
+        return True
 
     def update(
         self, batch: list[ScheduledSequence], sampled: list[SampledToken]
@@ -218,14 +250,6 @@ class Scheduler:
     def unfinished_ids(self) -> list[int]:
         return list(self._sequences)
 
-    def ids_in_step(self) -> list[int]:
-        """Whom a failing step takes with it: running, or preempted with a token it had pending."""
-        return [
-            request_id
-            for request_id, sequence in self._sequences.items()
-            if sequence.status is SequenceStatus.RUNNING or sequence.num_pending_tokens
-        ]
-
     def check_integrity(self) -> None:
         """Assert that queues, states and blocks agree; true between steps."""
         assert len(self.running) <= self.max_num_seqs
@@ -256,12 +280,17 @@ class Scheduler:
         victims = self._victims(below=request_class)
         if len(self.running) >= self.max_num_seqs and not victims:
             return None
+        bypassed = islice(self.waiting, self._num_skipped)
+        if any(s.num_bypasses >= self.policy.max_bypasses for s in bypassed):
+            return None
         while self._num_skipped < len(self.waiting):
             sequence = self.waiting[self._num_skipped]
             if sequence.rank is not request_class:
                 return None
             computed = self._computed_blocks(sequence)
-            if self._make_room(sequence, computed, victims):
+            if not self._is_computed_soon(sequence, len(computed)) and self._make_room(
+                sequence, computed, victims
+            ):
                 for skipped in islice(self.waiting, self._num_skipped):
                     skipped.num_bypasses += 1
                 self._start(sequence, computed)
@@ -270,6 +299,30 @@ class Scheduler:
                 return None
             self._num_skipped += 1
         return None
+
+    def _is_computed_soon(self, sequence: Sequence, index: int) -> bool:
+        """Whether one that runs and does not give way to this one computes the block that is the
+        first one missing here. Then it is better to wait for it than to compute it twice."""
+        manager = self.block_manager
+        if not manager.reuses(sequence) or sequence.request.num_prompt_logprobs is not None:
+            return False
+        if index >= (sequence.num_tokens - 1) // manager.block_size:
+            return False
+        return any(
+            self._has_to_publish(other)
+            and other.rank <= sequence.rank
+            and other.num_published_blocks <= index < manager.num_prompt_blocks(other)
+            and manager.shares_block(sequence, other, index)
+            for other in self._prefilling
+        )
+
+    def _has_to_publish(self, sequence: Sequence) -> bool:
+        manager = self.block_manager
+        return (
+            sequence.status is SequenceStatus.RUNNING
+            and manager.reuses(sequence)
+            and sequence.num_published_blocks < manager.num_prompt_blocks(sequence)
+        )
 
     def _make_room(self, sequence: Sequence, computed: list[int], victims: list[Sequence]) -> bool:
         """Whether a waiting sequence can run, at the expense of the victims if need be."""
@@ -305,6 +358,8 @@ class Scheduler:
         sequence.admission = next(self._admissions)
         sequence.num_bypasses = 0
         insort(self.running, sequence, key=_running_order)
+        self._admitted.append(sequence)
+        self._prefilling.append(sequence)
 
     def _is_protected(self, sequence: Sequence) -> bool:
         """Whether it was preempted so often that it runs only with all its blocks promised."""
@@ -352,6 +407,10 @@ class Scheduler:
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.queued_time = self._clock()
         self.waiting.add(sequence)
+
+    def _set_budget(self, num_tokens: int) -> None:
+        self.token_budget = num_tokens
+        self._steps_until_growth = _STEPS_UNTIL_GROWTH
 
     def _release_forks(self, sequence: Sequence) -> None:
         for fork in sequence.forks:

@@ -121,6 +121,7 @@ class EngineRequest:
     speculative: bool = False  # whether draft tokens may be tried, where the engine has any
     lora: str = ""  # the adapter's name, "": the base model
     cache_salt: bytes = b""  # prompts share KV blocks only under equal salts
+    cache_scope: str = ""  # for whose prompts together it is decided whether they are reused
 
     @property
     def needs_history(self) -> bool:
@@ -220,6 +221,7 @@ class Sequence:
     # -- owned by the block manager --
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks hashed so far
+    reuses_prefix: bool = True  # and lets others reuse its; set by the engine
     num_published_blocks: int = 0  # leading blocks of block_table that others may find
     num_promised_blocks: int = 0  # it can have so many in all, whatever others want; 0: no promise
     num_found_blocks: int = 0  # leading blocks of block_table that it did not take itself

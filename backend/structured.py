@@ -119,8 +119,8 @@ class GrammarCompiler:
         return future
 
     def close(self) -> None:
-        """Cancel what has not been started, and wait for the rest."""
-        self._pool.shutdown(cancel_futures=True)
+        """Cancel what has not been started; what is being compiled can't be stopped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, form: StructuredOutputs) -> Grammar:
         try:

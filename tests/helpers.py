@@ -23,7 +23,8 @@ def make_sequence(
 
 
 def make_config(**changes) -> EngineConfig:
-    small = dict(model="none", max_num_seqs=4, max_num_batched_tokens=16, block_size=4)
+    small: dict = dict(model="none", max_num_seqs=4, max_num_batched_tokens=16, block_size=4)
+    small["prefix_cache"] = "off"
     return EngineConfig(**{**small, **changes})
 
 
@@ -32,6 +33,14 @@ def compute(manager: BlockManager, sequence: Sequence, num_new_tokens: int) -> N
     assert manager.allocate(sequence, num_new_tokens)
     sequence.num_computed_tokens += num_new_tokens
     manager.cache_full_blocks(sequence, sequence.num_computed_tokens)
+
+
+def until(condition: Callable[[], bool], timeout: float = 20) -> None:
+    """Wait for a condition that must come true."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "what was waited for did not happen"
+        time.sleep(0.02)
 
 
 class CountingRunner:

@@ -34,7 +34,7 @@ def test_every_default_protects_the_server():
     assert (config.max_queue_delay_ms, config.max_request_seconds) == (60_000, 3600.0)
     assert (config.max_preemptions, config.reserve_blocks_per_seq) == (3, 1)
     assert (config.max_bypasses, config.ageing_seconds) == (16, 30.0)
-    assert (config.block_size, config.prefix_cache) == (16, "off")
+    assert (config.block_size, config.prefix_cache) == (16, "auto")
     assert (config.kv_cache_memory, config.kv_cache_memory_fraction) == (None, None)
     assert (config.kv_cache_dtype, config.cuda_graphs) == ("auto", True)
     assert config.batch_invariant is False
@@ -131,7 +131,7 @@ def test_memory(text, num_bytes):
         ("speculative_config", "ngram", "should be JSON"),
         ("kv_cache_dtype", "fp4", "'auto', 'fp8' or 'int8'"),
         ("kv_cache_memory_fraction", "1", "less than 1"),
-        ("prefix_cache", "yes", "'on' or 'off'"),
+        ("prefix_cache", "yes", "'auto', 'on' or 'off'"),
         ("batch_invariant", "always", "valid boolean"),
         ("drain_seconds", "-1", "greater than or equal to 0"),
     ],

@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 
 from backend.engine import Engine
-from backend.errors import InvalidArgument, Unavailable
+from backend.errors import InvalidArgument, OutOfMemory, Unavailable
 from backend.sequence import (
     Deadline,
     EngineOutput,
@@ -22,7 +22,7 @@ from backend.sequence import (
 )
 from backend.speculative import SpeculativeConfig
 from backend.usage import BusyTime
-from tests.helpers import Collector, CountingRunner, make_config, make_request
+from tests.helpers import Collector, CountingRunner, make_config, make_request, until
 
 CANCELLED, ERROR, LENGTH, SHUTDOWN = (
     FinishReason.CANCELLED,
@@ -474,6 +474,162 @@ def test_a_step_that_fails_ends_the_running_requests_only(start):
     assert collector.reasons == {0: [ERROR], 1: [ERROR], 2: [LENGTH], 3: [LENGTH]}
     errors = {o.request_id: o.error for o in collector.outputs if o.error}
     assert errors == {i: "the engine's step failed: boom" for i in (0, 1)}
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "reasons"),
+    [(1, {0: [LENGTH], 1: [ERROR]}), (5, {0: [ERROR], 1: [ERROR]})],
+    ids=["its last token is in the step before", "it goes on"],
+)
+def test_a_failing_launch_ends_its_own_and_gives_out_what_the_step_before_sampled(
+    max_tokens, reasons
+):
+    runner = FailingRunner(2)
+    runner.overlaps = True
+    engine, collector = make_engine(runner, max_num_batched_tokens=4)
+    submit(engine, 0, max_tokens, prompt=range(4))  # all of the first step
+    submit(engine, 1, prompt=range(3))
+    engine.start()
+    collector.wait_until_finished(0, 1)
+    engine.stop(0)
+    assert collector.reasons == reasons
+    assert collector.token_ids(0) == [4]
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_failing_read_ends_those_of_its_step_only(start, overlaps):
+    class Unreadable(CountingRunner):
+        def launch(self, batch):
+            read = super().launch(batch)
+            failing = any(s.sequence.request_id == 1 for s in batch)
+            return (lambda: 1 / 0) if failing else read
+
+    engine, collector = make_engine(
+        Unreadable(overlaps=overlaps), max_num_seqs=2, max_num_batched_tokens=4
+    )
+    submit(engine, 0, max_tokens=2)  # ends before request 1 comes in
+    submit(engine, 1, prompt=range(8))
+    submit(engine, 2, prompt=range(8))
+    engine.start()
+    collector.wait_until_finished(0, 1, 2)
+    engine.stop(0)
+    assert collector.reasons[1] == [ERROR]
+    assert collector.reasons[2] == [LENGTH]
+    assert collector.token_ids(2) == [8, 9, 10]
+    assert_idle(engine)
+
+
+def test_a_request_that_can_t_be_started_is_refused_and_nobody_else():
+    class Grammar:
+        def start(self):
+            raise ValueError("no such grammar")
+
+    engine, collector = make_engine()
+    with pytest.raises(ValueError, match="no such grammar"):
+        engine.submit(make_request(request_id=0), make_request(request_id=1, grammar=Grammar()))
+    submit(engine, 2)
+    step_until_idle(engine, collector, 1)
+    assert collector.reasons == {2: [LENGTH]}
+
+
+def test_three_failures_in_a_row_end_everything(start):
+    engine, collector = make_engine(FailingRunner(1, 2, 4, 5, 6), max_num_seqs=1)
+    for i in range(8):
+        submit(engine, i, max_tokens=1)
+    engine.start()
+    collector.wait_until_finished(*range(8))
+    ended = [*[ERROR] * 2, LENGTH, *[ERROR] * 3, *[SHUTDOWN] * 2]
+    assert collector.reasons == {i: [reason] for i, reason in enumerate(ended)}
+    engine._thread.join(5)
+    assert not engine.is_alive()
+    with pytest.raises(Unavailable, match=r"serves nothing any more: RuntimeError.*boom"):
+        engine.reserve()
+    assert_idle(engine)
+    engine.stop(0)
+
+
+# -- memory --
+
+
+class CrampedRunner(CountingRunner):
+    """Has memory for steps of so many tokens."""
+
+    max_tokens = 5
+
+    def launch(self, batch):
+        if sum(scheduled.num_new_tokens for scheduled in batch) > self.max_tokens:
+            raise OutOfMemory("a lot was asked for")
+        return super().launch(batch)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_step_without_memory_is_tried_in_smaller_ones(overlaps):
+    engine, collector = make_engine(
+        CrampedRunner(overlaps=overlaps), max_num_seqs=8, max_num_batched_tokens=32
+    )
+    for i in range(8):
+        submit(engine, i, max_tokens=6, prompt=range(1 + 3 * i))
+    step_until_idle(engine, collector, 8)
+    for i in range(8):
+        assert collector.token_ids(i) == list(range(1 + 3 * i, 7 + 3 * i))
+        assert collector.reasons[i] == [LENGTH]
+    assert engine.stats().num_preemptions == 0
+    assert_idle(engine)
+
+
+def test_steps_grow_again_where_memory_is_back():
+    runner = CrampedRunner(num_blocks=FOREVER)
+    engine, collector = make_engine(runner, max_num_batched_tokens=16)
+    submit(engine, 0, max_tokens=1000, prompt=range(16))
+    engine.step()
+    assert engine.scheduler.token_budget == 8
+    engine.step()
+    assert engine.scheduler.token_budget == 4
+    runner.max_tokens = 16
+    for num_steps, budget in ((99, 4), (1, 8), (99, 8), (1, 16), (200, 16)):
+        for _ in range(num_steps):
+            engine.step()
+        assert engine.scheduler.token_budget == budget
+    assert collector.token_ids(0) == list(range(16, 16 + 397))  # the prompt took 4 steps
+
+
+def test_a_step_of_one_token_without_memory_fails_its_sequence(start):
+    runner = CrampedRunner()
+    runner.max_tokens = 0
+    engine, collector = start(runner)
+    submit(engine, 0)
+    collector.wait_until_finished(0)
+    assert collector.reasons == {0: [ERROR]}
+    assert collector.outputs[0].error == "the engine's step failed: a lot was asked for"
+    runner.max_tokens = 16
+    submit(engine, 1)
+    collector.wait_until_finished(1)
+    assert collector.token_ids(1) == [3, 4, 5]
+
+
+# -- endings --
+
+
+def test_a_step_that_hangs_does_not_hold_up_the_end(monkeypatch):
+    monkeypatch.setattr("backend.engine._STEP_SECONDS", 0.05)
+    gate = threading.Event()
+
+    class Hanging(CountingRunner):
+        def launch(self, batch):
+            gate.wait()
+            return super().launch(batch)
+
+    engine, collector = make_engine(Hanging())
+    submit(engine, 0)
+    engine.start()
+    until(lambda: not engine._inbox)
+    engine.stop(0)
+    assert collector.reasons == {0: [SHUTDOWN]}
+    gate.set()  # it comes back, and changes nothing
+    until(lambda: engine.stats().num_steps == 1)
+    assert collector.reasons == {0: [SHUTDOWN]}
     assert_idle(engine)
 
 

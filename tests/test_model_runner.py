@@ -106,6 +106,34 @@ def test_drafts_give_the_same_tokens(model, roomy, sampling, monkeypatch):
     assert generate(config, runner, speculative=True, **sampling) == expected
 
 
+@SAMPLING
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_steps_without_memory_give_the_same_tokens(model, overlaps, sampling, monkeypatch):
+    """Where steps overlap, what the one before sampled is still there for the second try."""
+    runner = ModelRunner(make_config(), model=model)
+    runner.overlaps = overlaps
+    expected = generate(make_config(), runner, **sampling)
+    forward, num_refused = LlamaModel.forward, 0
+
+    def cramped(model, input_ids, *args):
+        nonlocal num_refused
+        if len(input_ids) > 5:
+            num_refused += 1
+            torch.empty(1 << 46)
+        return forward(model, input_ids, *args)
+
+    monkeypatch.setattr(LlamaModel, "forward", cramped)
+    assert generate(make_config(), runner, **sampling) == expected
+    assert num_refused
+
+
+def test_other_failures_of_a_step_are_not_for_want_of_memory(model, monkeypatch):
+    runner = ModelRunner(make_config(), model=model)
+    monkeypatch.setattr(LlamaModel, "forward", lambda *_: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="size"):
+        generate(make_config(), runner)
+
+
 class FakeGraphs(DecodeGraphs):
     """Replays by computing anew: with the addresses of the capture, as a CUDA graph does."""
 

@@ -509,6 +509,67 @@ def test_a_known_prefix_is_not_computed_again():
     assert output.num_cached_tokens == 8
 
 
+def common_beginnings(**changes) -> Scheduler:
+    """Three prompts with two blocks in common, and a stranger."""
+    scheduler = make_scheduler(prefix_cache=True, max_num_batched_tokens=64, **changes)
+    prompts = [[*range(8), 10, 11], [*range(8), 20, 21], [*range(8), 30, 31], [40, 41]]
+    add(scheduler, *(make_sequence(prompt, request_id=i) for i, prompt in enumerate(prompts)))
+    return scheduler
+
+
+def test_who_lacks_what_another_computes_now_waits_for_it_and_nobody_else_does():
+    assert plans(common_beginnings(), 3) == [
+        [(0, 10), (3, 2)],
+        [(0, 1), (3, 1), (1, 2), (2, 2)],
+        [(0, 1), (3, 1), (1, 1), (2, 1)],
+    ]
+
+
+def test_who_waits_for_another_is_bypassed_no_more_often_than_allowed():
+    scheduler = make_scheduler(
+        prefix_cache=True, max_num_batched_tokens=64, policy=Policy(max_bypasses=1)
+    )
+    prompts = [[*range(8), 10], [*range(8), 20], [30], [40]]
+    add(scheduler, *(make_sequence(prompt, request_id=i) for i, prompt in enumerate(prompts)))
+    assert plans(scheduler, 1) == [[(2, 1), (0, 9)]]
+    assert ids(scheduler.waiting) == [1, 3]
+
+
+def test_a_step_without_memory_sends_back_only_whom_it_admitted():
+    scheduler = make_scheduler()
+    add(scheduler, make_sequence(range(6), request_id=0))
+    assert plans(scheduler, 1) == [[(0, 6)]]
+    add(scheduler, make_sequence(range(10), request_id=1))
+    assert scheduler.retreat(scheduler.schedule())  # of 1 + 10 tokens
+    assert (ids(scheduler.running), ids(scheduler.waiting)) == ([0], [1])
+    assert plans(scheduler, 1) == [[(0, 1), (1, 4)]]
+
+
+def test_it_goes_on_by_itself_where_the_other_ends():
+    scheduler = common_beginnings()
+    scheduler.schedule()
+    scheduler.end(0, FinishReason.CANCELLED)
+    assert plans(scheduler, 1) == [[(3, 2), (1, 10)]]
+
+
+def test_an_interactive_one_does_not_wait_for_an_offline_one():
+    scheduler = make_scheduler(prefix_cache=True, max_num_batched_tokens=8)
+    offline = make_sequence(range(16), request_id=0, request_class=RequestClass.OFFLINE)
+    add(scheduler, offline)
+    assert plans(scheduler, 1) == [[(0, 8)]]
+    add(scheduler, make_sequence(range(16), request_id=1))
+    # It starts with the two blocks that are there, and computes the others itself.
+    assert plans(scheduler, 1) == [[(0, 1), (1, 7)]]
+
+
+@pytest.mark.parametrize("other", [{"cache_salt": b"other"}, {"num_prompt_logprobs": 0}])
+def test_who_may_not_use_it_does_not_wait_for_it(other):
+    scheduler = make_scheduler(prefix_cache=True, max_num_batched_tokens=64)
+    add(scheduler, make_sequence(range(10), request_id=0))
+    add(scheduler, make_sequence(range(10), request_id=1, **other))
+    assert plans(scheduler, 1) == [[(0, 10), (1, 10)]]
+
+
 def test_of_a_fully_cached_prompt_the_last_block_is_computed():
     scheduler = make_scheduler(prefix_cache=True)
     add(scheduler, make_sequence(range(8), max_tokens=1, request_id=0))

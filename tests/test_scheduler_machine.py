@@ -163,6 +163,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(
             self.manager, max_num_seqs, self.budget, speculative, policy, clock=lambda: self.now
         )
+        self.scheduler._is_computed_soon = self._is_computed_soon
+        self.wait_for_another: set[Sequence] = set()  # in this step, for what it computes
         self.model = FakeModel(self.manager)
         self.overlap = overlap
         self.in_flight: tuple[list[ScheduledSequence], list[SampledToken]] | None = None
@@ -266,11 +268,28 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.running)
     @rule()
     def fail_a_step(self):
-        """As the engine does it: whom the step takes with it end, the waiting ones stay."""
-        self.scheduler.schedule()
-        self.in_flight = None
-        for request_id in self.scheduler.ids_in_step():
+        """As the engine does it: whom the step takes with it end, the others go on."""
+        batch = self.scheduler.schedule()
+        if self.in_flight:
+            self._take(self.scheduler.update(*self.in_flight))
+            self.in_flight = None
+        for scheduled in batch:
+            request_id = scheduled.sequence.request_id
             self._take(self.scheduler.end(request_id, FinishReason.ERROR, "failed"))
+
+    @precondition(lambda self: self.scheduler.has_unfinished())
+    @rule()
+    def find_no_memory(self):
+        """As the engine does it: the step in flight is read, the next one is smaller."""
+        batch = self.scheduler.schedule()
+        num_tokens = sum(scheduled.num_new_tokens for scheduled in batch)
+        if batch and self.scheduler.retreat(batch):
+            assert self.scheduler.token_budget == num_tokens // 2
+        for scheduled in batch if num_tokens == 1 else ():  # which can't be smaller
+            self._take(self.scheduler.end(scheduled.sequence.request_id, FinishReason.ERROR))
+        if self.in_flight:
+            self._take(self.scheduler.update(*self.in_flight))
+            self.in_flight = None
 
     @invariant()
     def bookkeeping_agrees(self):
@@ -303,8 +322,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.manager.num_used_blocks == 0
         assert all(len(reasons) == 1 for reasons in self.reasons)
 
+    def _is_computed_soon(self, sequence: Sequence, index: int) -> bool:
+        found = Scheduler._is_computed_soon(self.scheduler, sequence, index)
+        if found:
+            self.wait_for_another.add(sequence)
+        return found
+
     def _step(self) -> None:
         running, bypasses = list(self.scheduler.running), self._bypasses()
+        self.wait_for_another.clear()
         batch = self.scheduler.schedule()
         self._check_batch(batch, running)
         self._check_victims(running)
@@ -321,14 +347,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduled = [s.sequence for s in batch]
         assert len(set(map(id, scheduled))) == len(scheduled)
         now_running = self.scheduler.running
-        assert set(scheduled) == {s for s in now_running if s.num_tokens_to_compute}
         new_tokens = [s.num_new_tokens for s in batch]
-        assert sum(new_tokens) <= self.budget
+        assert sum(new_tokens) <= self.scheduler.token_budget <= self.budget
+        # Nobody stands still, but where memory was short.
+        left_out = {s for s in now_running if s.num_tokens_to_compute} - set(scheduled)
+        assert not left_out or sum(new_tokens) == self.scheduler.token_budget < self.budget
         assert all(num_new >= 1 for num_new in new_tokens)
         assert all(s.end <= s.sequence.request.max_kv_tokens for s in batch)
         assert [n > 1 for n in new_tokens] == sorted(n > 1 for n in new_tokens)
-        for sequence in now_running:  # nobody stands still
-            assert sequence in scheduled or not sequence.num_tokens_to_compute
 
     def _check_victims(self, running: list[Sequence]) -> None:
         """The latest of the lowest class first, and nobody for want of blocks of a lower class."""
@@ -355,12 +381,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_promoted = sum(s.is_promoted for s in scheduler._sequences.values())
         assert num_promoted <= max(self.max_num_seqs // 8, 1)
         preempted = any(s not in scheduler.running for s in running)
-        spare = self.budget - sum(s.num_new_tokens - len(s.draft_token_ids) for s in batch)
+        spare = scheduler.token_budget - sum(
+            s.num_new_tokens - len(s.draft_token_ids) for s in batch
+        )
         if preempted or not spare or any(s.draft_token_ids for s in batch):
             return
         for skipped, sequence in enumerate(scheduler.waiting):
             computed = scheduler._computed_blocks(sequence)
-            assert not scheduler._fits(sequence, computed)
+            assert sequence in self.wait_for_another or not scheduler._fits(sequence, computed)
             if max(skipped, sequence.num_bypasses) >= self.policy.max_bypasses:
                 break
 

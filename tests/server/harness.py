@@ -2,10 +2,9 @@
 
 import json
 import socket
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tritonclient.grpc import InferResult, model_config_pb2, service_pb2, servic
 
 from backend.serve import ROOT
 from client.types import GenerationError
+from tests.helpers import until as until
 
 CONFIG = (ROOT / "model_repository/smollm2/config.pbtxt").read_text()
 
@@ -225,11 +225,3 @@ def complete(server: Server, text: str | None, **options: Any) -> str:
     responses = collect(server, text, **options)
     assert not responses[-1].error, responses[-1]
     return "".join(response.text for response in responses)
-
-
-def until(condition: Callable[[], bool], timeout: float = 20) -> None:
-    """Wait for a condition that must come true."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "what was waited for did not happen"
-        time.sleep(0.02)

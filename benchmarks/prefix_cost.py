@@ -1,0 +1,85 @@
+"""What looking for prefixes costs the host, where no prompt has one: the engine without a model.
+
+    python -m benchmarks.prefix_cost
+
+All of the engine's own work for a number of requests, in seconds of one core, with the prefix
+cache off, on (hash, look up, publish) and auto (hash, shadow index). Divided by the prompts' tokens
+it can be held against what computing one of those costs a model.
+"""
+
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+from backend.config import EngineConfig
+from backend.engine import Engine
+from backend.scheduler import ScheduledSequence
+from backend.sequence import EngineRequest, SampledToken
+
+NUM_REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS, ROUNDS = 128, 512, 64, 15
+
+
+class NoModel:
+    """Computes nothing, and at once."""
+
+    num_blocks = NUM_REQUESTS * (PROMPT_TOKENS + OUTPUT_TOKENS) // 16
+    overlaps = False
+
+    def start(self) -> None:
+        pass
+
+    def launch(self, batch: list[ScheduledSequence]) -> Callable[[], list[SampledToken]]:
+        sampled = [SampledToken(7, None)] * sum(scheduled.samples for scheduled in batch)
+        return lambda: sampled
+
+
+def main() -> None:
+    seconds: dict[str, list[float]] = {"off": [], "on": [], "auto": []}
+    engines = {mode: _engine(mode) for mode in seconds}
+    numbers = itertools.count()
+    for _ in range(ROUNDS):
+        prompts = [
+            [random.randrange(49152) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_REQUESTS)
+        ]
+        for mode, (engine, ended) in engines.items():
+            seconds[mode].append(_run(engine, ended, prompts, numbers))
+    num_tokens = NUM_REQUESTS * PROMPT_TOKENS
+    off = statistics.median(seconds["off"])
+    for mode, values in seconds.items():
+        median = statistics.median(values)
+        print(
+            f"{mode:>4}: {median * 1e3:6.1f} ms for {NUM_REQUESTS} requests; "
+            f"{(median - off) / num_tokens * 1e9:5.0f} ns a prompt token more than off"
+        )
+
+
+def _engine(mode: str) -> tuple[Engine, list[int]]:
+    ended: list[int] = []
+    config = EngineConfig.model_validate(
+        {"model": "none", "prefix_cache": mode, "max_num_seqs": 64, "max_queue_size": NUM_REQUESTS}
+    )
+    engine = Engine(
+        config,
+        NoModel(),
+        lambda outputs: ended.extend(o.request_id for o in outputs if o.finish_reason),
+    )
+    return engine, ended
+
+
+def _run(
+    engine: Engine, ended: list[int], prompts: list[list[int]], numbers: itertools.count
+) -> float:
+    ended.clear()
+    began = time.thread_time()
+    for prompt in prompts:
+        engine.reserve()
+        engine.submit(EngineRequest(next(numbers), prompt, OUTPUT_TOKENS))
+    while len(ended) < len(prompts):
+        engine.step()
+    return time.thread_time() - began
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""What prefix reuse brings, and that it tells nobody anything: through a real server.
+
+    python -m loadtests.prefix
+
+64 requests at once with one system prompt of some 512 tokens, with reuse off, on and auto. Then
+whether the time to first token tells what another business line or another salt has in the cache:
+as many requests whose prompt another one has just asked as such whose prompt nobody has, in turns.
+"""
+
+import random
+import statistics
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpcclient
+
+from backend.serve import TritonServer
+from client import GrpcClient
+from client.types import Usage
+from tests.server.harness import free_ports, write_model
+
+NUM_REQUESTS, NUM_PAIRS, NUM_SHUFFLES = 64, 40, 10_000
+LIMITS: dict[str, Any] = {"kv_cache_memory": "1GiB", "max_model_len": 2048, "max_num_seqs": 64}
+
+
+def words(rng: random.Random, number: int) -> str:
+    """A text of about a token a word."""
+    common = ("the", "of", "and", "to", "in", "is", "that", "for", "with", "as", "was", "on", "are")
+    return " ".join(rng.choice(common) for _ in range(number))
+
+
+def ask(client: GrpcClient, prompt: str, **who: Any) -> Usage:
+    answer = client.generate(
+        prompt, sampling={"temperature": 0, "max_tokens": 8, "ignore_eos": True}, **who
+    )
+    assert answer.usage
+    return answer.usage
+
+
+def burst(client: GrpcClient, systems: list[str], **who: Any) -> list[Usage]:
+    """One request with each system prompt and a text of its own, all at once."""
+    rng = random.Random(1)
+    prompts = [f"{system} {words(rng, 31)}" for system in systems]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(lambda prompt: ask(client, prompt, **who), prompts))
+
+
+def show_burst(name: str, usages: list[Usage]) -> None:
+    computed = sum(usage.prompt_tokens - usage.cached_tokens for usage in usages)
+    ttft = statistics.mean(usage.ttft_ms for usage in usages)
+    in_all = sum(usage.prompt_tokens for usage in usages)
+    print(f"{name}: {computed} of {in_all} prompt tokens computed, mean TTFT {ttft:.0f} ms")
+
+
+def show_timing(name: str, client: GrpcClient, rng: random.Random, **prober: Any) -> None:
+    """TTFT of prompts that the line `victim` has just asked, beside those of new ones."""
+    seen: list[float] = []
+    unseen: list[float] = []
+    cached = 0
+    for _ in range(NUM_PAIRS):
+        known, new = words(rng, 400), words(rng, 400)
+        ask(client, known, business_line="victim", cache_salt="secret")
+        for prompt, times in rng.sample([(known, seen), (new, unseen)], 2):
+            usage = ask(client, prompt, **prober)
+            cached += usage.cached_tokens
+            times.append(usage.ttft_ms - usage.queue_ms)
+    print(
+        f"{name}: {cached} tokens cached, TTFT {statistics.median(seen):.2f} ms of prompts that "
+        f"another has asked, {statistics.median(unseen):.2f} ms of new ones, "
+        f"p = {p_value(seen, unseen):.3f}"
+    )
+
+
+def p_value(first: list[float], second: list[float]) -> float:
+    """How often means would differ as much by chance: a permutation test."""
+    both = np.array(first + second)
+    rng = np.random.default_rng(0)
+    shuffled = rng.permuted(np.tile(both, (NUM_SHUFFLES, 1)), axis=1)
+    half = len(first)
+    by_chance = np.abs(shuffled[:, :half].mean(axis=1) - shuffled[:, half:].mean(axis=1))
+    return float((by_chance >= abs(np.mean(first) - np.mean(second)) - 1e-9).mean())
+
+
+@contextmanager
+def served() -> Iterator[tuple[str, grpcclient.InferenceServerClient]]:
+    with tempfile.TemporaryDirectory() as folder:
+        repository = Path(folder)
+        for mode in ("off", "on", "auto"):
+            write_model(repository, mode, prefix_cache=mode, **LIMITS)
+        http, grpc, metrics = free_ports(3)
+        with (
+            (repository / "server.log").open("wb") as log,
+            TritonServer(
+                repository, http, grpc, metrics, ["--model-control-mode=explicit"], log=log
+            ),
+            grpcclient.InferenceServerClient(f"localhost:{grpc}") as control,
+        ):
+            yield f"localhost:{grpc}", control
+
+
+def main() -> None:
+    rng = random.Random(0)
+    with served() as (url, control):
+        for mode in ("off", "on", "auto"):
+            control.load_model(mode)
+            client = GrpcClient(url, model=mode)
+            ask(client, words(rng, 600))
+            show_burst(mode, burst(client, [words(rng, 511)] * NUM_REQUESTS))
+            if mode == "auto":
+                strangers = [words(rng, 511) for _ in range(NUM_REQUESTS)]
+                show_burst("auto, nothing in common", burst(client, strangers, business_line="x"))
+            if mode == "on":
+                secret = {"business_line": "victim", "cache_salt": "secret"}
+                show_timing("the same line and salt", client, rng, **secret)
+                show_timing("another salt", client, rng, business_line="victim", cache_salt="x")
+                show_timing("another line", client, rng, business_line="x", cache_salt="secret")
+            control.unload_model(mode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Steps that fail or find no memory, a model that fails altogether."""
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+import tritonclient.grpc as grpcclient
+
+from tests.faults import FAILS, MODEL_PY, NO_MEMORY
+from tests.server.harness import collect, complete, send, until, write_model
+
+PROMPT = "The capital of France is"
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+ENDLESS = GREEDY | {"max_tokens": 2000}
+
+
+@pytest.fixture(scope="module")
+def control(server):
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model(server, repository, control, tiny_weights):
+    """Two requests run at once; its steps fail where a seed says so."""
+    write_model(
+        repository,
+        "failing",
+        model=tiny_weights,
+        dtype="float32",
+        kv_cache_memory="16MiB",
+        max_model_len=2048,
+        max_num_seqs=2,
+    )
+    (repository / "failing/1/model.py").write_text(MODEL_PY)
+    control.load_model("failing")
+    yield "failing"
+    control.unload_model("failing")
+    until(lambda: not stubs_of(server, "failing") and server.http("health/ready")[0] == 200)
+
+
+def test_a_failing_step_ends_those_in_it_and_nobody_else(server, model):
+    expected = complete(server, PROMPT, model=model, sampling=GREEDY)
+    with (
+        send(server, PROMPT, model=model, stream=True, sampling=ENDLESS) as beside,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        beside.next()
+        failing = pool.submit(
+            collect, server, PROMPT, model=model, stream=True, sampling={"seed": FAILS}
+        )
+        waiting = [
+            pool.submit(complete, server, PROMPT, model=model, sampling=GREEDY) for _ in range(3)
+        ]
+        *_, ended = beside
+        for response in (ended, failing.result()[-1]):
+            assert (response.code, response.final) == ("INTERNAL", True)
+            assert response.error == "the engine's step failed: injected"
+        assert [answer.result() for answer in waiting] == [expected] * 3
+    until(lambda: server.metric("kv_blocks_used", model) == 0)
+    assert server.metric("requests_total", model, outcome="error") == 2
+
+
+def test_a_step_without_memory_is_tried_in_smaller_ones_and_no_request_is_lost(server, model):
+    prompts = [f"{PROMPT} {'very ' * number}" for number in (0, 20, 40, 80)]
+    expected = [complete(server, prompt, model=model, sampling=GREEDY) for prompt in prompts]
+    cramped = {"model": model, "sampling": GREEDY | {"seed": NO_MEMORY}}
+    with ThreadPoolExecutor(4) as pool:
+        answers = pool.map(lambda prompt: complete(server, prompt, **cramped), prompts)
+        assert list(answers) == expected
+    assert "DefaultCPUAllocator: can't allocate memory" in server.log.read_text()
+
+
+def test_after_three_failures_in_a_row_the_model_serves_nothing_until_it_is_reloaded(
+    server, model, control
+):
+    for _ in range(3):
+        (response,) = collect(server, PROMPT, model=model, sampling={"seed": FAILS})
+        assert response.code == "INTERNAL"
+
+    def is_refused() -> bool:  # the engine's thread ends just behind the third error
+        (response,) = collect(server, PROMPT, model=model, sampling=GREEDY)
+        return response.code == "UNAVAILABLE" and "serves nothing any more" in response.error
+
+    until(is_refused)
+    control.load_model(model)
+    until(lambda: not is_refused())
+
+
+def stubs_of(server, model: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process(server.process_id).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it ends just now
+            if any(f"/{model}/" in word for word in process.cmdline()):
+                found.append(process)
+    return found
