@@ -25,7 +25,12 @@ from client.types import Usage
 from tests.server.harness import free_ports, write_model
 
 NUM_REQUESTS, NUM_PAIRS, NUM_SHUFFLES = 64, 40, 10_000
-LIMITS: dict[str, Any] = {"kv_cache_memory": "1GiB", "max_model_len": 2048, "max_num_seqs": 64}
+LIMITS: dict[str, Any] = {
+    "kv_cache_memory": "1GiB",
+    "max_model_len": 2048,
+    "max_num_seqs": 64,
+    "max_queue_delay_ms": 600_000,
+}
 
 
 def words(rng: random.Random, number: int) -> str:

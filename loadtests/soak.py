@@ -40,6 +40,7 @@ LIMITS: dict[str, Any] = {
     "kv_cache_memory": "48MiB",  # some are preempted
     "max_num_seqs": 16,
     "max_queue_size": 64,
+    "max_queue_delay_ms": 300_000,
     "max_model_len": 2048,
     "drain_seconds": 3,
 }
@@ -66,10 +67,11 @@ class Soak:
             f"{opening}{' and' * length}" for opening in OPENINGS for length in (0, 60, 200)
         ]
         self.expected: dict[str, str] = {}
-        self._until = time.monotonic() + seconds
+        self._seconds = seconds
+        self._until = 0.0
         self._numbers = itertools.count()
         self._num_requests = num_requests
-        self._next_failure = time.monotonic() + SECONDS_BETWEEN_FAILURES
+        self._next_failure = 0.0
         self._lock = threading.Lock()
         self.num_sent = 0
 
@@ -80,6 +82,7 @@ class Soak:
             self.num_sent += 1
 
     def run(self) -> None:
+        self._until = time.monotonic() + self._seconds
         clients = [threading.Thread(target=self._client, args=[i]) for i in range(NUM_CLIENTS)]
         for client in clients:
             client.start()
@@ -294,8 +297,8 @@ def main() -> int:
         f"{soak.num_sent} requests in {seconds:.0f} s, {preemptions:.0f} preemptions, memory "
         f"{soak.resident[-1] / 2**20:.0f} MiB, {soak.growth - 1:+.1%} from the second quarter on"
     )
-    for problem in soak.problems[:50]:
-        print("PROBLEM", problem)
+    for problem, number in Counter(soak.problems).most_common(50):
+        print(f"PROBLEM ({number} times) {problem}")
     print(f"{len(soak.problems)} problems")
     return bool(soak.problems)
 
