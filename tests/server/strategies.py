@@ -271,8 +271,10 @@ def inputs(draw: st.DrawFn) -> dict[str, Any]:
         chosen |= draw(st.sets(st.sampled_from(others), max_size=3))
     if draw(one_in(12)):
         chosen |= draw(st.sets(st.sampled_from(sorted(TEXTS)), max_size=2))
+    if draw(one_in(6)):
+        chosen |= set(NUMBERS)
     flags = draw(st.sets(st.sampled_from(FLAGS), max_size=5))
-    made = {name: draw(TEXTS[name]) for name in sorted(chosen)}
+    made = {name: draw((TEXTS | NUMBERS)[name]) for name in sorted(chosen)}
     return made | {name: draw(st.booleans()) for name in sorted(flags)}
 
 
@@ -280,6 +282,8 @@ def encode(text: str) -> bytes:
     """Bytes that are not UTF-8 where the text has a surrogate."""
     return text.encode("utf-8", "surrogatepass")
 
+
+NUMBERS = {"deadline_ms": st.integers(1, 100_000) | st.integers(-(2**63), 2**63 - 1)}
 
 # -- over gRPC --
 
@@ -320,18 +324,20 @@ _ELEMENTS: dict[str, st.SearchStrategy[Any]] = {
     "FP32": st.floats(width=32),
     "FP64": st.floats(),
 }
-_tensor_names = st.sampled_from(["unknown", "é", *TEXTS, *FLAGS])
+_tensor_names = st.sampled_from(["unknown", "é", *TEXTS, *NUMBERS, *FLAGS])
 _parameter_names = st.sampled_from(
-    ["x", "é", "priority", "timeout", "sequence_id", *SAMPLING, *TEXTS]
+    ["x", "é", "priority", "timeout", "sequence_id", "traceparent", *SAMPLING, *TEXTS, *NUMBERS]
 )
 _parameter_values = (
     st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(max_size=20)
 )
 
 
-def _tensor(value: bool | str) -> Tensor:
+def _tensor(value: bool | int | str) -> Tensor:
     if isinstance(value, bool):
         return Tensor("BOOL", [value], [1])
+    if isinstance(value, int):
+        return Tensor("INT64", [value], [1])
     return Tensor("BYTES", [encode(value)], [1])
 
 
@@ -375,7 +381,7 @@ def http_requests(draw: st.DrawFn) -> HttpRequest:
     if draw(one_in(8)):
         body["parameters"] = draw(sampling | values)
     if draw(one_in(6)):
-        keys = texts | st.sampled_from([*TEXTS, *FLAGS])
+        keys = texts | st.sampled_from([*TEXTS, *NUMBERS, *FLAGS])
         body |= draw(st.dictionaries(keys, values, max_size=3))
     body["return_error_code"] = True
     # Lone surrogates become escapes, or bytes that are not UTF-8.

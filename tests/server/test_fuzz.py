@@ -48,7 +48,9 @@ def model(server, repository, tiny_weights):
 
 
 def test_every_input_and_parameter_is_among_them():
-    assert {*strategies.TEXTS, *strategies.FLAGS} == {spec.name for spec in INPUTS}
+    assert {*strategies.TEXTS, *strategies.NUMBERS, *strategies.FLAGS} == {
+        spec.name for spec in INPUTS
+    }
     assert set(SamplingParams.model_fields) <= set(strategies.SAMPLING)
 
 
