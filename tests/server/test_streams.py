@@ -8,9 +8,10 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import tritonclient.grpc as grpcclient
 
 from tests.prompts import NUM_TOKENS, PROMPTS
-from tests.server.harness import collect, complete, send, until
+from tests.server.harness import collect, complete, send, until, write_model
 
 FORCED = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
 
@@ -28,12 +29,22 @@ def texts(tokenizer, prompt_token_ids, greedy_token_ids):
     return list(zip(prompts, answers, strict=True))
 
 
+@pytest.fixture(scope="module")
+def in_float32(server, repository):
+    write_model(repository, "float32", dtype="float32", kv_cache_memory="640MiB")
+    with grpcclient.InferenceServerClient(server.grpc_url) as control:
+        control.load_model("float32")
+        yield "float32"
+        control.unload_model("float32")
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_text_is_that_of_transformers(server, texts, stream):
+def test_text_is_that_of_transformers(server, in_float32, texts, stream):
     """24 prompts at once; each chunk is decoded strictly, so a split character would raise."""
+    options = {"stream": stream, "exclude_input_in_output": True, "sampling": FORCED}
 
     def answer(prompt):
-        return collect(server, prompt, stream=stream, exclude_input_in_output=True, sampling=FORCED)
+        return collect(server, prompt, model=in_float32, **options)
 
     with ThreadPoolExecutor(len(texts)) as pool:
         responses = list(pool.map(answer, [prompt for prompt, _ in texts]))
