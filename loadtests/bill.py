@@ -63,16 +63,18 @@ def main() -> None:
     requests = requests[: options.requests]
     ratios = []
     with running(8110, with_bill=True) as billed, running(8120, with_bill=False) as plain:
-        for server in (billed, plain):
+        servers = {"with": billed, "without": plain}
+        for server in servers.values():
             served(server, requests[:2], 2)  # warm
         for i in range(options.rounds):
             speeds = {}
-            for server in (billed, plain) if i % 2 else (plain, billed):
-                result = served(server, requests, options.concurrency)
-                speeds[server] = result.tokens_per_second
-            ratios.append(speeds[billed] / speeds[plain])
+            for name in sorted(servers, reverse=i % 2 == 0):
+                result = served(servers[name], requests, options.concurrency)
+                speeds[name] = result.tokens_per_second
+            ratios.append(speeds["with"] / speeds["without"])
             console.print(
-                f"with {speeds[billed]:.1f} tokens/s, without {speeds[plain]:.1f}: {ratios[-1]:.3f}"
+                f"with {speeds['with']:.1f} tokens/s, without {speeds['without']:.1f}: "
+                f"{ratios[-1]:.3f}"
             )
     console.print(f"median of {len(ratios)} rounds: {statistics.median(ratios):.3f}")
 
