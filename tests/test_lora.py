@@ -109,7 +109,8 @@ def test_a_mixed_batch_answers_as_models_with_merged_weights(checkpoint, roomy, 
     config = make_config(lora_modules=checkpoint.adapters)
     runner = ModelRunner(config, model=checkpoint.model())
     if not roomy:
-        config = config.model_copy(update={"kv_cache_memory": small_pool(runner)})
+        small = {"kv_cache_memory": small_pool(runner), "reserve_blocks_per_seq": 0}
+        config = config.model_copy(update=small)
         runner = ModelRunner(config, model=runner.model)
     runner.overlaps = mode != "one by one"
     if mode == "graphs":
