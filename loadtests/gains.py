@@ -133,6 +133,7 @@ def main() -> None:
     plan = Plan(options.trace, input_scale=options.input_scale, output_scale=options.output_scale)
     results: list[Result] = []
     held: dict[str, Held] = {}
+    console = Console()
     for result, found in measure(
         plan,
         options.requests,
@@ -142,7 +143,7 @@ def main() -> None:
     ):
         results.append(result)
         held[result.way] = found
-    console = Console()
+        console.print(*result.cell, f"{result.tokens_per_second:.1f} tokens/s")
     report(console, results, gains(results))
     console.print(held_table(held))
 
