@@ -19,9 +19,8 @@ from typing import NamedTuple
 logger = logging.getLogger("tritium")
 
 WINDOW_BLOCKS = 1 << 16  # of the larger memory: with blocks of 16 tokens, a million tokens
-_MAX_BLOCKS = (
-    1 << 18
-)  # of all memories together, some 40 MB; then the scope that is idle longest goes
+# Of all memories together, some 40 MB; then the scope that is idle longest goes.
+_MAX_BLOCKS = 1 << 18
 _ON, _OFF = 0.20, 0.10  # shares of prompt tokens: reuse begins at the first, ends below the second
 _MIN_REQUESTS = 16  # before anything is decided
 _MEMORY = 256  # requests: older ones count less and less
