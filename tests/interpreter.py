@@ -4,10 +4,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import interpreter as tl_interpreter
 from triton.runtime.interpreter import InterpretedFunction
 
 # Each dtype with the bound on error().
@@ -39,6 +41,21 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def dot_of_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tl.dot adds each row's products in one order, as a GPU's matrix units do.
+
+    NumPy's BLAS need not: on some processors, what a row gets depends on its place in the tile.
+    There is no BLAS of long doubles, so NumPy multiplies those by a plain loop.
+    """
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        product = np.matmul(a.data, b.data, dtype=np.longdouble)
+        return tl_interpreter.TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+    monkeypatch.setattr(tl_interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 def error(out: Tensor, expected: Tensor) -> float:

@@ -25,6 +25,7 @@ from kernels.decode_attention import decode_attention, num_splits
 from kernels.metadata import QUANTISED_MAX, AttentionMetadata, KVCache
 from kernels.paged_attention import paged_attention
 from kernels.rope_cache import rope_and_cache
+from tests.interpreter import dot_of_rows_alone  # noqa: F401
 
 del os.environ["TRITON_INTERPRET"]  # not for the processes that other tests start
 assert isinstance(tl.max, interpreter.InterpretedFunction), (
@@ -195,6 +196,7 @@ def test_paged_attention_of_a_padded_batch() -> None:
     assert error(out[:num_tokens], dense_attention(q, kv_cache, metadata, 0.125)) < FP16[1]
 
 
+@pytest.mark.usefixtures("dot_of_rows_alone")
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=str)
 @pytest.mark.parametrize(("sliding_window", "soft_cap"), [(None, None), (1, None), (100, 0.8)])
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 64), (torch.float16, 80)], ids=str)

@@ -10,6 +10,7 @@ from kernels import AttentionMetadata, KVCache
 from tests.interpreter import (  # noqa: F401
     FP16,
     FP32,
+    dot_of_rows_alone,
     error,
     interpreted,
     interpreter,
@@ -56,6 +57,7 @@ def test_tiles_in_groups():
 
 
 @DTYPES
+@pytest.mark.usefixtures("dot_of_rows_alone")
 def test_a_row_is_the_same_in_any_company(dtype, bound):
     x, weight = rows_of(max(NUM_ROWS), 200, dtype), rows_of(70, 200, dtype)
     bias = torch.randn(70).to(dtype)
