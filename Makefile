@@ -12,7 +12,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check --quiet
 CLIENTS := $(VENV)-clients
 CLIENTS_PIP := $(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: setup clients serve test test-aiperf lint format bench bench-front bench-peers peers pressure loadtest soak tune gains gpu-check roofline cpu-steps quality kernel-table clean
+.PHONY: setup clients serve test test-aiperf lint format bench bench-front bench-peers peers pressure loadtest soak tune gains roundtrip gpu-check roofline cpu-steps quality kernel-table clean
 
 setup: $(VENV)/.installed
 
@@ -115,6 +115,10 @@ tune: setup
 # What each idea gains on a trace: make gains ARGS="trace.jsonl --input-scale 0.25"
 gains: setup
 	$(PY) -m loadtests.gains $(ARGS)
+
+# A trace under locust, captured by the server, replayed, captured again: make roundtrip ARGS="trace.jsonl"
+roundtrip: setup
+	$(PY) -m loadtests.roundtrip $(ARGS)
 
 # At most 10 minutes on one GPU; also without this environment: python3 -m benchmarks.gpu_check
 gpu-check: setup

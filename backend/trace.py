@@ -69,27 +69,23 @@ class TraceWriter:
         self._key = secrets.token_bytes(16)
         self._encoder = msgspec.json.Encoder()
         self._file = _File(path, max_size)
-        self._queue: queue.Queue[Captured | None] = queue.Queue(_MAX_BEHIND)
-        self._lost = 0
+        self._queue: queue.SimpleQueue[Captured | None] = queue.SimpleQueue()
+        self._is_losing = False
         self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
         self._thread.start()
 
     def add(self, request: Captured) -> None:
         """Take a request; never waits or raises. Requests beyond those that may wait are lost."""
-        try:
-            self._queue.put_nowait(request)
-        except queue.Full:
-            self._lost += 1
-            if self._lost == 1:
-                logger.warning("trace_path: the disk is too slow; requests are missing there")
+        if self._queue.qsize() < _MAX_BEHIND:
+            self._queue.put(request)
+        elif not self._is_losing:
+            self._is_losing = True
+            logger.warning("trace_path: the disk is too slow; requests are missing there")
 
     def close(self) -> None:
         """Write what waits, for at most 5 s."""
-        try:
-            self._queue.put(None, timeout=5)
-            self._thread.join(5)
-        except queue.Full:
-            pass
+        self._queue.put(None)
+        self._thread.join(5)
 
     def _run(self) -> None:
         is_broken = False
@@ -135,9 +131,11 @@ def hash_ids(request: Captured, block_size: int, key: bytes) -> list[int]:
     """One number of 53 bits (exact in every JSON) a block, from all tokens up to its end."""
     ids = []
     parent = hashlib.blake2b(request.cache_salt, key=key, digest_size=8).digest()
-    tokens = request.prompt_token_ids
-    for i in range(0, len(tokens), block_size):
-        block = array("q", tokens[i : i + block_size]).tobytes()
+    tokens = array("q", request.prompt_token_ids)
+    block_bytes = block_size * tokens.itemsize
+    prompt = tokens.tobytes()
+    for start in range(0, len(prompt), block_bytes):
+        block = prompt[start : start + block_bytes]
         parent = hashlib.blake2b(parent + block, key=key, digest_size=8).digest()
         ids.append(int.from_bytes(parent, "big") >> 11)
     return ids

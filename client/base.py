@@ -91,6 +91,14 @@ class Client(ABC):
         return Generation("".join(text), finish_reason, usage)
 
     @abstractmethod
+    def connect(self, timeout: float) -> None:
+        """Reach the server once, so that the first request does not wait for a connection.
+
+        Raises:
+            ConnectionLost: it does not answer within `timeout` seconds.
+        """
+
+    @abstractmethod
     def _open(
         self, fields: Mapping[str, str | bool | int], timeout: float | None
     ) -> GenerationStream:

@@ -26,7 +26,14 @@ class GrpcClient(Client):
         self._url = url
         self._model = model
         channel = grpc.insecure_channel(url, options=_CHANNEL_OPTIONS)
-        self._infer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        self._infer, self._live = stub.ModelStreamInfer, stub.ServerLive
+
+    def connect(self, timeout: float) -> None:
+        try:
+            self._live(service_pb2.ServerLiveRequest(), timeout=timeout)
+        except grpc.RpcError as error:
+            raise ConnectionLost(f"{self._url}: {error.details()}") from error
 
     def _open(
         self, fields: Mapping[str, str | bool | int], timeout: float | None

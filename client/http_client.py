@@ -43,6 +43,13 @@ class HttpClient(Client):
         self._host, self._port = parts.hostname, parts.port
         self._path = f"{parts.path.rstrip('/')}/v2/models/{quote(model, safe='')}/generate_stream"
 
+    def connect(self, timeout: float) -> None:
+        """Only to know that it is there: each request has a connection of its own."""
+        try:
+            socket.create_connection((self._host, self._port), timeout).close()
+        except OSError as error:
+            raise ConnectionLost(f"{self._url}: {error}") from error
+
     def _open(
         self, fields: Mapping[str, str | bool | int], timeout: float | None
     ) -> GenerationStream:

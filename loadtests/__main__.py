@@ -22,6 +22,7 @@ from loadtests.replay.options import (
 )
 from loadtests.replay.processes import ReplayError, replay
 from loadtests.replay.run import Record, load_run
+from loadtests.report.gains import Gains, load_gains
 from loadtests.report.page import print_summaries, write_page, write_report
 from loadtests.report.summary import summarize
 from loadtests.traces.convert import SOURCES, convert, guess_source
@@ -102,6 +103,14 @@ def _synthesize(options: argparse.Namespace, console: Console) -> None:
     console.print(f"{options.output}: {count} requests")
 
 
+def _add_gains_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gains", type=Path, help="file of `make gains`, for the report")
+
+
+def _gains_of(options: argparse.Namespace) -> Gains | None:
+    return load_gains(options.gains) if options.gains else None
+
+
 def _add_replay(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("replay", help="replay a trace against a server, and report")
     parser.add_argument("trace", type=Path)
@@ -110,10 +119,12 @@ def _add_replay(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--rate", type=float, nargs="+", default=[1.0], help=RATE_HELP)
     parser.add_argument("--processes", type=int, default=1, help="of the client")
     parser.add_argument("--output", type=Path, default=ROOT / "results/replay", help="folder")
+    _add_gains_option(parser)
     parser.set_defaults(run=_replay)
 
 
 def _replay(options: argparse.Namespace, console: Console) -> None:
+    gains = _gains_of(options)
     runs = []
     for rate in options.rate:
         plan = plan_of(options, rate)
@@ -125,13 +136,13 @@ def _replay(options: argparse.Namespace, console: Console) -> None:
                 name, plan, target, slo_of(options), max_lag_of(options), *on_start_and_record
             )
         folder = options.output / f"rate-{rate:g}" if several else options.output
-        print_summaries(console, [write_report(run, folder)])
+        print_summaries(console, [write_report(run, folder, gains)])
         console.print(f"{folder}/report.html")
         runs.append(run)
         if run.interrupted:
             break
     if len(runs) > 1:
-        write_page(runs, options.output / "report.html", options.trace.stem)
+        write_page(runs, options.output / "report.html", options.trace.stem, gains)
         console.print(f"{options.output}/report.html")
 
 
@@ -163,6 +174,7 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("compare", help="put runs side by side")
     parser.add_argument("runs", type=Path, nargs="+", help="folders of replays")
     parser.add_argument("--output", type=Path, default=ROOT / "results/compare.html")
+    _add_gains_option(parser)
     parser.set_defaults(run=_compare)
 
 
@@ -172,7 +184,8 @@ def _compare(options: argparse.Namespace, console: Console) -> None:
         run.name = folder.name
     print_summaries(console, [summarize(run) for run in runs])
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    write_page(runs, options.output, ", ".join(run.name for run in runs))
+    names = ", ".join(run.name for run in runs)
+    write_page(runs, options.output, names, _gains_of(options))
     console.print(f"{options.output}")
 
 

@@ -1,17 +1,19 @@
 """`make gains`: what each of the engine's ideas gains on a trace's traffic, as one table.
 
-The same engine, KV memory and requests each time, all of them waiting from the start:
+The same engine, KV memory and requests each time, all of them waiting from the start. Each way
+differs from the one before in one idea:
 
-    static      batches start full and run to their longest answer; each row takes the memory that
-                the longest request needs
-    contiguous  continuous batching, but each sequence has max_model_len tokens of KV reserved, so
-                no more run than fit that way
-    paged       blocks on demand: as many run as their tokens fit
+    static      a batch starts full and runs to its longest answer. Nobody knows how long an answer
+                gets, so each row has KV memory for max_model_len tokens
+    contiguous  continuous batching: a row that ends makes room for the next request. Its memory is
+                the same
+    paged       KV blocks on demand: as many run as their tokens fit
     prefixes    the same, with prefix reuse
 """
 
 import argparse
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -19,17 +21,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
 from backend.engine import EngineStats
 from backend.model_runner import ModelRunner
 from backend.models.loader import resolve
+from backend.serve import ROOT
 from backend.tokenizer import Tokenizer
 from loadtests.bench import Alone, Request
 from loadtests.model_folder import read_config
 from loadtests.replay.plan import Plan
 from loadtests.replay.prompts import Prompts
-from loadtests.results import Goal, Result, report
+from loadtests.report.gains import Gains, WayGain, gains_table
+from loadtests.report.page import write_page
+from loadtests.results import Goal, Ratio, Result, ratio, rounds
 
 
 class Way(NamedTuple):
@@ -78,14 +82,13 @@ def measure(
         raise ValueError(f"{plan.trace}: no request fits into max_model_len {max_model_len}")
     with ThreadPoolExecutor(1) as pool:  # as the server does: OpenMP keeps threads for each thread
         runner = pool.submit(ModelRunner, config).result()
-    num_tokens = runner.num_blocks * config.block_size
-    longest = max(len(request.token_ids) + request.num_output_tokens for request in requests)
-    paged = Way("paged", min(config.max_num_seqs, len(requests)))
+    most = min(config.max_num_seqs, len(requests))
+    reserving = min(most, max(runner.num_blocks * config.block_size // max_model_len, 1))
     ways = (
-        Way("static", min(paged.at_once, max(num_tokens // longest, 1)), reserved=longest),
-        Way("contiguous", max(num_tokens // max_model_len, 1), reserved=max_model_len),
-        paged,
-        paged._replace(name="prefixes", prefix_cache="on"),
+        Way("static", reserving, reserved=max_model_len),
+        Way("contiguous", reserving, reserved=max_model_len),
+        Way("paged", most),
+        Way("prefixes", most, prefix_cache="on"),
     )
     Alone(config, runner).continuous(requests[:4], 4)  # warm
     for i in range(num_rounds):
@@ -102,35 +105,51 @@ def measure(
             yield replace(result, workload=plan.trace.stem, round=i), held
 
 
-def held_table(held: dict[str, Held]) -> Table:
-    table = Table(title="KV cache at the peak")
-    for name in ("way", "running at once", "tokens held"):
-        table.add_column(name, justify="right")
-    for way, found in held.items():
-        table.add_row(way, str(found.running), str(found.kv_tokens))
-    return table
+def gains_of(title: str, results: Sequence[Result], held: Mapping[str, Held]) -> Gains:
+    """Compare each way with the one before it and with the first, within each round."""
+    cells = list(dict.fromkeys(result.cell for result in results))
 
+    def over(cell: tuple[str, str, int], other: tuple[str, str, int]) -> Ratio:
+        found = ratio(results, Goal("", cell, other, wanted=0))
+        assert found  # each round has all ways
+        return found
 
-def gains(results: list[Result]) -> list[Goal]:
-    """Each way over the one before it."""
-    cells = dict.fromkeys(result.cell for result in results)
-    return [
-        Goal(f"{after[1]} / {before[1]}", after, before, wanted=1.0)
-        for before, after in pairwise(cells)
-    ]
+    return Gains(
+        title,
+        [
+            WayGain(
+                name=cell[1],
+                running=held[cell[1]].running,
+                kv_tokens=held[cell[1]].kv_tokens,
+                tokens_per_second=statistics.median(
+                    result.tokens_per_second for result in rounds(results, cell).values()
+                ),
+                over_before=over(cell, before),
+                over_first=over(cell, cells[0]),
+            )
+            for before, cell in pairwise([cells[0], *cells])
+        ],
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m loadtests.gains", description=__doc__)
     parser.add_argument("trace", type=Path)
+    parser.add_argument("--start", type=float, default=0.0, help="seconds into the trace")
     parser.add_argument("--input-scale", type=float, default=1.0)
     parser.add_argument("--output-scale", type=float, default=1.0)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--kv-cache-mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=ROOT / "results/gains", help="folder")
     options = parser.parse_args()
-    plan = Plan(options.trace, input_scale=options.input_scale, output_scale=options.output_scale)
+    plan = Plan(
+        options.trace,
+        start=options.start,
+        input_scale=options.input_scale,
+        output_scale=options.output_scale,
+    )
     results: list[Result] = []
     held: dict[str, Held] = {}
     console = Console()
@@ -144,8 +163,15 @@ def main() -> None:
         results.append(result)
         held[result.way] = found
         console.print(*result.cell, f"{result.tokens_per_second:.1f} tokens/s")
-    report(console, results, gains(results))
-    console.print(held_table(held))
+    title = (
+        f"{options.requests} requests of {options.trace.stem}, max_model_len "
+        f"{options.max_model_len}, {options.kv_cache_mib} MiB of KV cache"
+    )
+    gains = gains_of(title, results, held)
+    console.print(gains_table(gains))
+    gains.save(options.output / "gains.json")
+    write_page([], options.output / "report.html", title, gains)
+    console.print(f"{options.output}/report.html")
 
 
 if __name__ == "__main__":

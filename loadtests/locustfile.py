@@ -27,6 +27,7 @@ from loadtests.replay.metrics import Scraper
 from loadtests.replay.options import (
     add_plan_options,
     add_target_options,
+    ledger_of,
     max_lag_of,
     metrics_url_of,
     plan_of,
@@ -43,6 +44,7 @@ class _Shared:
 
     num_ready = multiprocessing.Value("i", 0)
     start = multiprocessing.Value("d", 0.0)  # by time.perf_counter; 0: not yet
+    num_tests = multiprocessing.Value("i", 0)  # of the web UI
 
 
 _records: list[Record] = []  # of all processes; in a worker, those that the master has not got
@@ -74,6 +76,9 @@ class ReplayUser(User):
         shares = _num_shares(self.environment)
         share = runner.worker_index if isinstance(runner, WorkerRunner) else 0
         plan, target = plan_of(options, options.rate), target_of(options, shares)
+        self._test = _Shared.num_tests.value
+        # Its own in each test: none must find the last one's prompts in the server's cache.
+        target = msgspec.structs.replace(target, seed=f"{target.seed}/{self._test}")
         sending = dispatcher(plan, target, share, shares, self._record_ended)
         sending.wait_until_ready()
         with _Shared.num_ready.get_lock():
@@ -85,6 +90,8 @@ class ReplayUser(User):
         _healths.append(sending.run(_Shared.start.value))
 
     def _record_ended(self, record: Record) -> None:
+        if self._test != _Shared.num_tests.value:
+            return  # the test was stopped, and another one runs
         _records.append(record)
         if record.outcome != "completed":
             self._fire("e2e", record.e2e, RuntimeError(record.error))
@@ -146,20 +153,22 @@ _scrapers: list[Scraper] = []
 
 @events.test_start.add_listener
 def begin(environment: Environment, **_: Any) -> None:
-    """Forget an earlier test, and watch the server."""
-    _records.clear()
-    _healths.clear()
+    """Watch the server."""
     if isinstance(environment.runner, WorkerRunner):
         return
     _Shared.num_ready.value, _Shared.start.value = 0, 0.0
+    _Shared.num_tests.value += 1
     options = _options(environment)
-    _scrapers.append(Scraper(metrics_url_of(options), options.model))
+    _scrapers.append(Scraper(metrics_url_of(options), options.model, ledger_of(options)))
     _scrapers[-1].start()
 
 
 @events.test_stop.add_listener
 def report(environment: Environment, **_: Any) -> None:
-    """Write the report, and give an invalid run or one without an answer a bad exit code."""
+    """Write the report, and give an invalid run or one without an answer a bad exit code.
+
+    All is forgotten then: the next test of the web UI asks whether it is over before it starts.
+    """
     if isinstance(environment.runner, WorkerRunner):
         return
     options = _options(environment)
@@ -170,6 +179,8 @@ def report(environment: Environment, **_: Any) -> None:
     run.records = sorted(_records, key=lambda record: record.index)
     run.healths = list(_healths)
     run.interrupted = len(_healths) < shares
+    _records.clear()
+    _healths.clear()
     summary = write_report(run, Path(options.output))
     print_summaries(Console(), [summary])
     if summary.invalid or not summary.completed:

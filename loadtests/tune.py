@@ -23,6 +23,7 @@ from loadtests.replay.processes import Target, replay
 from loadtests.report.page import write_report
 from loadtests.report.summary import Summary
 
+_HOUR_MS = 3_600_000
 _AT_ONCE = 1e6  # times as fast: a rate that no trace is slower than
 
 
@@ -77,7 +78,7 @@ def config_lines(point: Point) -> str:
 def measure(options: argparse.Namespace) -> Iterator[Point]:
     timed = plan_of(options, options.rate)
     at_once = plan_of(options, _AT_ONCE)
-    num_requests = sum(1 for _ in at_once.requests())
+    lengths = [planned.input_length for planned in at_once.requests()]
     options.output.mkdir(parents=True, exist_ok=True)
     for batched, seqs in product(options.max_num_batched_tokens, options.max_num_seqs):
         if batched < seqs:
@@ -85,7 +86,10 @@ def measure(options: argparse.Namespace) -> Iterator[Point]:
         parameters = {
             "max_num_batched_tokens": batched,
             "max_num_seqs": seqs,
-            "max_queue_size": num_requests,  # all at once must not be refused
+            # All at once must not be refused.
+            "max_queue_size": len(lengths),
+            "max_queue_tokens": sum(lengths) + 1,
+            "max_queue_delay_ms": _HOUR_MS,
         }
         with (
             (options.output / "server.log").open("ab") as log,

@@ -159,6 +159,9 @@ class FakeServer:
 
 
 class GrpcFake(FakeServer, service_pb2_grpc.GRPCInferenceServiceServicer):
+    def ServerLive(self, request, context):
+        return service_pb2.ServerLiveResponse(live=True)
+
     def ModelStreamInfer(self, requests, context):
         request = next(requests)
         fields: dict[str, Any] = {"model": request.model_name}
@@ -434,9 +437,17 @@ def free_port() -> int:
 @pytest.mark.parametrize("transport", [GrpcClient, HttpClient])
 def test_unreachable_server_is_named(transport, free_port):
     scheme = "http://" if transport is HttpClient else ""
-    with pytest.raises(GenerationError, match=f"localhost:{free_port}") as caught:
-        transport(f"{scheme}localhost:{free_port}").generate("Hi")
-    assert caught.value.code == "UNAVAILABLE"
+    client = transport(f"{scheme}localhost:{free_port}")
+    for call in (lambda: client.generate("Hi"), lambda: client.connect(5)):
+        with pytest.raises(GenerationError, match=f"localhost:{free_port}") as caught:
+            call()
+        assert caught.value.code == "UNAVAILABLE"
+
+
+def test_connect(fake_and_client):
+    fake, client = fake_and_client
+    client.connect(5)
+    assert fake.requests == []
 
 
 # -- the command line --
@@ -484,6 +495,9 @@ def test_errors_are_one_line(http_fake, capsys):
 
 class ScriptedClient(Client):
     """Answers with `script`, each entry the deltas of one answer or an error."""
+
+    def connect(self, timeout):
+        pass
 
     def __init__(self, *script: list[Delta] | GenerationError) -> None:
         self.script = list(script)

@@ -21,6 +21,7 @@ from loadtests.replay.prompts import JsonVocabulary, Prompts
 from loadtests.replay.run import Health, Record, Run, Sample, Slo, load_run
 from loadtests.report.page import write_page, write_report
 from loadtests.report.summary import Distribution, summarize
+from loadtests.roundtrip import compare
 from loadtests.traces.describe import describe
 from loadtests.traces.format import check, write_trace
 
@@ -142,9 +143,15 @@ class SlowClient:
         self.delay = delay
         self.error = error
         self.in_flight = self.most = 0
+        self.connected = False
         self.lock = threading.Lock()
 
+    def connect(self, timeout):
+        self.connected = True
+
     def stream(self, prompt, **options):
+        assert self.connected  # so that the first request does not wait for it
+
         def deltas():
             with self.lock:
                 self.in_flight += 1
@@ -324,16 +331,18 @@ def test_a_burst_at_the_border_of_a_second_is_the_same_burst():
     assert summarize(run_of(records)).is_like_its_source
 
 
-def test_counts_are_compared_with_the_server_s():
+def test_counts_are_compared_with_the_server_s_and_the_ledger_s():
     samples = [
-        Sample(time, {"output_tokens_total": tokens, "prompt_tokens_total": 300})
-        for time, tokens in ((0, 100), (5, 110))
+        Sample(0, {"output_tokens_total": 100, "prompt_tokens_total": 300}),
+        Sample(
+            5, {"output_tokens_total": 110, "prompt_tokens_total": 300, "ledger_output_tokens": 9}
+        ),
     ]
-    found = summarize(run_of([record(0, 0), record(1, 1)], samples=samples))
-    assert [(c.name, c.here, c.server) for c in found.counts] == [
-        ("prompt_tokens_total", 200, 0),
-        ("output_tokens_total", 10, 10),
-        ("cached_tokens_total", 0, 0),
+    found = summarize(run_of([record(0, 0), record(1, 1)], samples=samples)).counts
+    assert [(c.name, c.here, c.server, c.ledger, c.agrees) for c in found] == [
+        ("prompt_tokens", 200, 0, None, False),
+        ("cached_tokens", 0, None, None, True),
+        ("output_tokens", 10, 10, 9, False),
     ]
 
 
@@ -353,6 +362,50 @@ def test_the_bill_of_each_line():
         (100, 1, 5),
         (200, 2, 10),
     ]
+
+
+# -- the round trip of a capture --
+
+
+def capture(shift=0.0, **changed):
+    """Of 200 requests that share a first block by fives."""
+    return [
+        TraceRequest(
+            **{
+                "timestamp": i * 100.0 + (shift if i else 0),
+                "input_length": 40 + i,
+                "output_length": 4,
+                "hash_ids": [i // 5, *range(1000 * i, 1000 * i + (40 + i) // 16)],
+                "hash_block_size": 16,
+            }
+            | (changed if i < 20 else {})
+        )
+        for i in range(200)
+    ]
+
+
+def test_a_round_trip_that_holds():
+    # Of all but the first the difference is the same: the clocks' zeros.
+    assert all(check.holds for check in compare(capture(), capture(shift=300)))
+
+
+@pytest.mark.parametrize(
+    ("again", "name"),
+    [
+        (capture()[:-1], "requests"),
+        (capture(output_length=5), "requests of other lengths"),
+        (capture(hash_ids=list(range(10**6, 10**6 + 16))), "prefix hits of an endless cache"),
+        (
+            [
+                msgspec.structs.replace(r, timestamp=r.timestamp + (21 if i % 60 == 9 else 0))
+                for i, r in enumerate(capture())
+            ],
+            "time of arrival, p99 ms",
+        ),
+    ],
+)
+def test_a_round_trip_that_breaks(again, name):
+    assert name in [check.name for check in compare(capture(), again) if not check.holds]
 
 
 # -- files --

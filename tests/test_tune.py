@@ -5,8 +5,10 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from backend.trace import TraceRequest
-from loadtests.gains import Held, Way, gains, held_table, requests_of
+from loadtests.gains import Held, gains_of, requests_of
 from loadtests.replay.plan import Plan
+from loadtests.report.gains import gains_table, load_gains
+from loadtests.report.page import write_page
 from loadtests.report.summary import Distribution, Summary
 from loadtests.results import Result
 from loadtests.traces.format import write_trace
@@ -65,8 +67,33 @@ def test_requests_of_a_trace_that_fit(tmp_path, tokenizer):
     assert [(len(r.token_ids), r.num_output_tokens) for r in found] == [(40, 8), (30, 4)]
 
 
-def test_each_way_is_compared_with_the_one_before():
-    ways = [Way("static", 4, reserved=90), Way("contiguous", 3), Way("paged", 9)]
-    results = [Result(way.name, way.at_once, "conv") for way in ways for _ in range(2)]
-    assert [goal.name for goal in gains(results)] == ["contiguous / static", "paged / contiguous"]
-    assert held_table({"paged": Held()}).row_count == 1
+def result(way, round_, tokens):
+    return Result(way, 4, "conv", round_, num_tokens=tokens, seconds=1.0)
+
+
+def test_each_way_is_compared_with_the_one_before_and_the_first():
+    held = {name: Held() for name in ("static", "contiguous", "paged")}
+    held["paged"].running, held["paged"].kv_tokens = 9, 700
+    results = [
+        *(result("static", 0, 100), result("contiguous", 0, 150), result("paged", 0, 300)),
+        *(result("static", 1, 10), result("contiguous", 1, 13), result("paged", 1, 39)),
+        *(result("static", 2, 10), result("contiguous", 2, 14), result("paged", 2, 35)),
+    ]
+    found = gains_of("conv", results, held)
+    assert [way.tokens_per_second for way in found.ways] == [10, 14, 39]
+    assert [way.over_before.median for way in found.ways] == pytest.approx([1, 1.4, 2.5])
+    assert [way.over_first.median for way in found.ways] == pytest.approx([1, 1.4, 3.5])
+    assert (found.ways[2].over_first.low, found.ways[2].over_first.high) == (3, 3.9)
+    assert found.ways[2].cells[1:4] == ["9", "700", "39.0"]
+    assert gains_table(found).row_count == 3
+
+
+def test_gains_survive_their_file_and_stand_on_a_page(tmp_path):
+    held = {"static": Held(), "<paged>": Held()}
+    gains = gains_of("conv", [result("static", 0, 10), result("<paged>", 0, 25)], held)
+    gains.save(tmp_path / "a/gains.json")
+    assert load_gains(tmp_path / "a/gains.json") == gains
+    write_page([], tmp_path / "report.html", "conv", gains)
+    page = (tmp_path / "report.html").read_text()
+    assert "<td>&lt;paged&gt;</td><td>0</td><td>0</td><td>25.0</td>" in page
+    assert "2.50 (2.50 to 2.50)" in page

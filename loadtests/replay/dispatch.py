@@ -16,6 +16,7 @@ from loadtests.statistics import percentile
 
 _AHEAD = 512  # prompts that are written before their time
 _BEAT = 0.01  # seconds
+_CONNECT_TIMEOUT = 10.0  # seconds
 
 
 def connect(url: str, model: str) -> Client:
@@ -52,7 +53,12 @@ class Dispatcher:
         threading.Thread(target=self._write_ahead, daemon=True).start()
 
     def wait_until_ready(self) -> None:
-        """Block until the first prompts are written."""
+        """Block until the server is reached and the first prompts are written.
+
+        Raises:
+            ConnectionLost: the server does not answer.
+        """
+        self._client.connect(_CONNECT_TIMEOUT)
         self._full.wait()
 
     def run(self, start: float) -> Health:

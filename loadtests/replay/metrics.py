@@ -1,11 +1,14 @@
-"""Reads the server's /metrics while a replay runs."""
+"""Reads the server's /metrics while a replay runs, and its ledger before and after."""
 
 import re
 import threading
 import time
 import urllib.request
+from contextlib import suppress
+from pathlib import Path
 
-from loadtests.replay.run import Sample
+from client.ledger import Ledger
+from loadtests.replay.run import TOKENS, Sample
 
 _INTERVAL = 0.5  # seconds
 
@@ -25,19 +28,36 @@ def read_metrics(url: str, model: str) -> dict[str, float]:
     return values
 
 
-class Scraper:
-    """Takes samples on a thread of its own, between `start` and `stop`."""
+def read_ledger(path: Path) -> dict[str, float]:
+    """Tokens of all requests in a ledger, by the counters' names with `ledger_` before them.
 
-    def __init__(self, url: str, model: str) -> None:
+    Raises:
+        LedgerError: it can't be read.
+    """
+    rows = Ledger.read([path]).requests
+    return {f"ledger_{kind}": sum(row[kind] for row in rows) for kind in TOKENS}
+
+
+class Scraper:
+    """Takes samples on a thread of its own, between `start` and `stop`.
+
+    Args:
+        url: The server's /metrics.
+        model: Its name there.
+        ledger: Directory of the server's ledger, for the first and the last sample; None: none.
+    """
+
+    def __init__(self, url: str, model: str, ledger: Path | None) -> None:
         self._url = url
         self._model = model
+        self._ledger = ledger
         self._stopping = threading.Event()
         self._taken: list[tuple[float, dict[str, float]]] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
-        """Take the first sample, and go on."""
-        self._take()
+        """Take the first sample, and go on; raises what `read_ledger` does."""
+        self._take(with_ledger=True)
         self._thread.start()
 
     def stop(self, start: float) -> list[Sample]:
@@ -48,17 +68,19 @@ class Scraper:
         """
         self._stopping.set()
         self._thread.join()
-        time.sleep(1)  # the server shows what it counted a few times a second
-        self._take()
+        time.sleep(1)  # the server shows and writes what it counted a few times a second
+        self._take(with_ledger=True)
         return [Sample(round(moment - start, 3), values) for moment, values in self._taken]
 
     def _run(self) -> None:
         while not self._stopping.wait(_INTERVAL):
             self._take()
 
-    def _take(self) -> None:
-        try:
-            values = read_metrics(self._url, self._model)
-        except OSError:
-            return  # a server without metrics, or too busy: a gap in the line
-        self._taken.append((time.perf_counter(), values))
+    def _take(self, with_ledger: bool = False) -> None:
+        values: dict[str, float] = {}
+        with suppress(OSError):  # a server without metrics, or too busy: a gap in the line
+            values |= read_metrics(self._url, self._model)
+        if with_ledger and self._ledger:
+            values |= read_ledger(self._ledger)
+        if values:
+            self._taken.append((time.perf_counter(), values))

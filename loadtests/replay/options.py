@@ -48,6 +48,9 @@ def add_target_options(parser: Any) -> None:
         default=secrets.token_hex(8),  # once for all processes of the client
         help="of the prompts' words; default: new ones, which no cache of the server has",
     )
+    parser.add_argument(
+        "--ledger", default="", help="its directory, where it is on this machine: also counted"
+    )
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for an answer")
 
 
@@ -83,12 +86,17 @@ def target_of(options: Namespace, num_processes: int) -> Target:
         options.seed,
         options.timeout,
         num_processes,
+        ledger_of(options),
     )
 
 
 def metrics_url_of(options: Namespace) -> str:
     url = options.url if "//" in options.url else f"//{options.url}"
     return options.metrics_url or f"http://{urlsplit(url).hostname}:8002/metrics"
+
+
+def ledger_of(options: Namespace) -> Path | None:
+    return Path(options.ledger) if options.ledger else None
 
 
 def slo_of(options: Namespace) -> Slo:

@@ -5,6 +5,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,6 +33,7 @@ class Target(msgspec.Struct, frozen=True):
         seed: Of the prompts' words.
         timeout: Seconds that an answer may take.
         num_processes: Of the client.
+        ledger: Directory of the server's ledger, whose tokens are compared; None: none.
     """
 
     url: str
@@ -41,6 +43,7 @@ class Target(msgspec.Struct, frozen=True):
     seed: str
     timeout: float = 600.0
     num_processes: int = 1
+    ledger: Path | None = None
 
 
 def dispatcher(
@@ -82,7 +85,7 @@ def replay(
         on_record: Told of each one's end.
 
     Raises:
-        TraceError, ValueError: of the plan.
+        TraceError, ValueError: of the plan, or of the ledger.
         ReplayError: a process of the client failed.
     """
     run = new_run(name, plan, target.url, slo, max_lag)
@@ -98,7 +101,7 @@ def replay(
         )
         for share, start in enumerate(starts)
     ]
-    scraper = Scraper(target.metrics_url, target.model)
+    scraper = Scraper(target.metrics_url, target.model, target.ledger)
     for worker in workers:
         worker.start()
     try:

@@ -7,6 +7,8 @@ import msgspec
 from loadtests.replay.plan import Plan
 from loadtests.traces.describe import Description
 
+TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens")  # that a report counts, too
+
 
 class Record(msgspec.Struct):
     """One request. Times in seconds from the start of the run, by the client's clock."""

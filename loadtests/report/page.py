@@ -12,36 +12,45 @@ from rich.table import Table
 
 from loadtests.replay.run import Run
 from loadtests.report import plots
-from loadtests.report.summary import Summary, summarize
+from loadtests.report.gains import COLUMNS, Gains
+from loadtests.report.summary import Check, Summary, summarize
 
-_COLUMNS = (
+_REQUEST_COLUMNS = (
     *("index", "outcome", "due", "sent", "lag", "ttft", "tpot", "e2e"),
     *("input_length", "num_input_tokens", "output_length", "num_output_tokens"),
     *("num_cached_tokens", "business_line", "request_class", "finish_reason", "error"),
 )
 
 
-def write_report(run: Run, folder: Path) -> Summary:
+def write_report(run: Run, folder: Path, gains: Gains | None = None) -> Summary:
     """Write `run.json`, `summary.json`, `requests.csv` and `report.html`."""
     run.save(folder)
     summary = summarize(run)
     (folder / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary)))
     with (folder / "requests.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(_COLUMNS)
-        writer.writerows([getattr(record, name) for name in _COLUMNS] for record in run.records)
-    write_page([run], folder / "report.html", run.name)
+        writer.writerow(_REQUEST_COLUMNS)
+        writer.writerows(
+            [getattr(record, name) for name in _REQUEST_COLUMNS] for record in run.records
+        )
+    write_page([run], folder / "report.html", run.name, gains)
     return summary
 
 
-def write_page(runs: Sequence[Run], path: Path, title: str) -> None:
-    """One run, or several side by side."""
+def write_page(runs: Sequence[Run], path: Path, title: str, gains: Gains | None = None) -> None:
+    """One run, or several side by side; what the engine's ideas gain, where that was measured."""
     pairs = [(summarize(run), run) for run in runs]
     summaries = [summary for summary, _ in pairs]
     template = jinja2.Environment(autoescape=True).from_string(
         Path(__file__).with_name("page.html").read_text()
     )
-    drawn = (draw(runs) for draw in (plots.timeline, plots.latencies, plots.goodput, plots.lengths))
+    drawn = [
+        draw(runs)
+        for draw in (plots.timeline, plots.latencies, plots.goodput, plots.lengths)
+        if runs
+    ]
+    if gains:
+        drawn.append(plots.gains(gains))
     page = template.render(
         title=title,
         plotly=_safe(get_plotlyjs()),
@@ -53,6 +62,8 @@ def write_page(runs: Sequence[Run], path: Path, title: str) -> None:
             for summary in summaries
         ],
         counted=any(summary.counts for summary in summaries),
+        gains=gains,
+        gain_columns=COLUMNS,
         plots=[_safe(plot.to_html(full_html=False, include_plotlyjs=False)) for plot in drawn],
     )
     path.write_text(page, encoding="utf-8")
@@ -108,13 +119,25 @@ def print_summaries(console: Console, summaries: Sequence[Summary]) -> None:
     for summary in summaries:
         for reason in summary.invalid:
             console.print(f"{summary.name} is INVALID: {reason}", style="bold red")
-        for check in summary.checks:
+        print_checks(console, summary.checks)
+        for count in summary.counts:
+            others = (("the server", count.server), ("its ledger", count.ledger))
             console.print(
-                f"{check.name}: {check.difference:.4f} (at most {check.bound}), "
-                f"{check.planned} planned, {check.replayed} replayed",
-                style="" if check.holds else "bold red",
+                f"{count.name}: {count.here} here"
+                + "".join(f", {value} by {name}" for name, value in others if value is not None),
+                style="" if count.agrees else "bold red",
                 highlight=False,
             )
+
+
+def print_checks(console: Console, checks: Sequence[Check]) -> None:
+    for check in checks:
+        console.print(
+            f"{check.name}: {check.difference:.4f} (at most {check.bound}), "
+            f"{check.planned} planned, {check.replayed} replayed",
+            style="" if check.holds else "bold red",
+            highlight=False,
+        )
 
 
 def _safe(text: str) -> jinja2.utils.markupsafe.Markup:

@@ -9,6 +9,7 @@ from plotly.colors import qualitative
 from plotly.subplots import make_subplots
 
 from loadtests.replay.run import Run
+from loadtests.report.gains import Gains
 
 _COLORS = qualitative.Plotly
 _WINDOW = 10  # seconds
@@ -97,6 +98,20 @@ def lengths(runs: Sequence[Run]) -> go.Figure:
             _steps(figure, column, run.name, counted, color, legend=column == 1)
     figure.update_xaxes(type="log")
     return figure.update_layout(title="Lengths", height=400)
+
+
+def gains(found: Gains) -> go.Figure:
+    """Of each way to run the same requests: speed, and what it ran and held for that."""
+    titles = ("output tokens/s", "requests running at once", "tokens of KV cache held")
+    figure = make_subplots(rows=1, cols=3, subplot_titles=titles)
+    names = [way.name for way in found.ways]
+    for column, values in (
+        (1, [way.tokens_per_second for way in found.ways]),
+        (2, [way.running for way in found.ways]),
+        (3, [way.kv_tokens for way in found.ways]),
+    ):
+        figure.add_bar(x=names, y=values, marker_color=_COLORS[0], row=1, col=column)
+    return figure.update_layout(title=found.title, showlegend=False, height=400)
 
 
 def _cycle(number: int) -> list[str]:

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import msgspec
 
-from loadtests.replay.run import Record, Run
+from loadtests.replay.run import TOKENS, Record, Run
 from loadtests.statistics import dispersion, ks_distance, percentile
 
 _MAX_BUSY = 0.95  # of a core
@@ -49,11 +49,16 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class Count(msgspec.Struct, frozen=True):
-    """What the report counts, and by how much the server's own counter grew meanwhile."""
+    """Tokens by this report, and by how much others grew meanwhile; None: they were not read."""
 
     name: str
     here: int
-    server: int
+    server: int | None  # its own counter
+    ledger: int | None
+
+    @property
+    def agrees(self) -> bool:
+        return {self.server, self.ledger} - {None} <= {self.here}
 
 
 class BillLine(msgspec.Struct, frozen=True):
@@ -93,7 +98,7 @@ class Summary(msgspec.Struct, frozen=True):
     lag: Distribution
     invalid: list[str]  # why these figures are not the server's
     checks: list[Check]
-    counts: list[Count]  # none without the server's metrics
+    counts: list[Count]  # none without the server's metrics or ledger
     bill: list[BillLine]
 
     @property
@@ -245,17 +250,22 @@ def _bursts(times: list[float]) -> float:
 def _counts(run: Run, completed: list[Record]) -> list[Count]:
     if len(run.samples) < 2:
         return []
-    first, last = run.samples[0].values, run.samples[-1].values
     answered = [record for record in completed if record.num_output_tokens]
     here = {
-        "prompt_tokens_total": sum(record.num_input_tokens for record in answered),
-        "output_tokens_total": sum(record.num_output_tokens for record in answered),
-        "cached_tokens_total": sum(record.num_cached_tokens for record in answered),
+        "prompt_tokens": sum(record.num_input_tokens for record in answered),
+        "cached_tokens": sum(record.num_cached_tokens for record in answered),
+        "output_tokens": sum(record.num_output_tokens for record in answered),
     }
     return [
-        Count(name, value, round(last.get(name, 0) - first.get(name, 0)))
-        for name, value in here.items()
+        Count(name, here[name], _growth(run, f"{name}_total"), _growth(run, f"ledger_{name}"))
+        for name in TOKENS
     ]
+
+
+def _growth(run: Run, name: str) -> int | None:
+    """Between the first and the last sample."""
+    first, last = (run.samples[i].values.get(name) for i in (0, -1))
+    return None if last is None else round(last - (first or 0))
 
 
 def _bill(completed: list[Record]) -> list[BillLine]:

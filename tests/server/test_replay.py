@@ -1,6 +1,7 @@
 """Traffic through the real server: replayed, reported, captured, replayed again."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
@@ -8,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
+import urllib.request
 
 import pytest
 import tritonclient.grpc as grpcclient
@@ -16,13 +19,13 @@ from backend.serve import ROOT
 from loadtests.replay.options import read_tokenizer
 from loadtests.replay.plan import Plan
 from loadtests.replay.processes import ReplayError, Target, replay
-from loadtests.replay.run import Slo, load_run
+from loadtests.replay.run import TOKENS, Slo, load_run
 from loadtests.report.summary import summarize
 from loadtests.traces.convert import convert
 from loadtests.traces.describe import describe
 from loadtests.traces.format import read_trace, write_trace
 from loadtests.traces.synthesize import Lengths, Shape, synthesize
-from tests.server.harness import until, write_model
+from tests.server.harness import free_ports, until, write_model
 
 NUM_REQUESTS = 30
 SHAPE = Shape(NUM_REQUESTS, 12.0, Lengths(60, 150), Lengths(5, 12), dispersion=2.0, hit_ratio=0.4)
@@ -34,8 +37,13 @@ def captured(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def model(server, repository, tiny_weights, captured):
-    """A fast model with a prefix cache, which records its traffic."""
+def ledger(tmp_path_factory):
+    return tmp_path_factory.mktemp("ledger")
+
+
+@pytest.fixture(scope="module")
+def model(server, repository, tiny_weights, captured, ledger):
+    """A fast model with a prefix cache, which records its traffic and has a ledger."""
     write_model(
         repository,
         "replayed",
@@ -44,6 +52,7 @@ def model(server, repository, tiny_weights, captured):
         kv_cache_memory="32MiB",
         prefix_cache="on",
         trace_path=captured,
+        ledger_path=ledger,
     )
     with grpcclient.InferenceServerClient(server.grpc_url) as control:
         control.load_model("replayed")
@@ -72,14 +81,14 @@ def target(server, model, tiny_weights, seed, **fields):
 
 
 def test_traffic_is_replayed_captured_and_replayed_as_it_was(
-    server, model, tiny_weights, trace, captured, tmp_path
+    server, model, tiny_weights, trace, captured, ledger, tmp_path
 ):
     """Over gRPC by two processes, then what the server wrote of that, over HTTP by one."""
 
     def replayed(plan, seed, **fields):
         """The trace that the server makes of a replay."""
         before = len(captured.read_bytes())
-        to = target(server, model, tiny_weights, seed, **fields)
+        to = target(server, model, tiny_weights, seed, ledger=ledger, **fields)
         run = replay(seed, plan, to, Slo(), max_lag=0.05)
         check(run)
         assert len(run.healths) == to.num_processes
@@ -101,13 +110,13 @@ def test_traffic_is_replayed_captured_and_replayed_as_it_was(
 
 
 def check(run):
-    """Lengths, reuse of prefixes, and the server's own counters."""
+    """Lengths, reuse of prefixes, and that server, ledger and report count the same tokens."""
     found = summarize(run)
     assert [record.error for record in run.records if record.error] == []
     assert found.sent == found.completed == found.exact_lengths == NUM_REQUESTS
     assert {record.finish_reason for record in run.records} == {"length"}
-    assert len(found.counts) == 3
-    assert all(count.here == count.server for count in found.counts)
+    assert [count.name for count in found.counts] == list(TOKENS)
+    assert all(count.here == count.server == count.ledger > 0 for count in found.counts)
     assert all(record.device_ms > 0 for record in run.records)
     # Requests that share a prefix and run at the same time compute it twice.
     planned = run.planned.hit_ratio["endless"]
@@ -147,14 +156,20 @@ def test_a_process_that_fails_ends_the_replay(server, model, tiny_weights, trace
         replay("none", Plan(trace), to, Slo(), max_lag=0.05)
 
 
-def test_under_locust(server, model, tiny_weights, trace, tmp_path):
+@pytest.fixture
+def locust(server, model, tiny_weights, trace, ledger, tmp_path):
+    """The command line of a replay under locust."""
+    return [
+        *(sys.executable, "-m", "locust", "-f", "loadtests/locustfile.py", f"--trace={trace}"),
+        *(f"--url={server.grpc_url}", f"--metrics-url={server.metrics_url}/metrics"),
+        *(f"--model={model}", f"--tokenizer={tiny_weights}", f"--output={tmp_path}"),
+        f"--ledger={ledger}",
+    ]
+
+
+def test_under_locust(locust, tmp_path):
     result = subprocess.run(
-        [
-            *(sys.executable, "-m", "locust", "-f", "loadtests/locustfile.py", "--headless"),
-            *(f"--trace={trace}", "--only-summary", "--processes=2"),
-            *(f"--url={server.grpc_url}", f"--metrics-url={server.metrics_url}/metrics"),
-            *(f"--model={model}", f"--tokenizer={tiny_weights}", f"--output={tmp_path}"),
-        ],
+        [*locust, "--headless", "--only-summary", "--processes=2"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -166,3 +181,28 @@ def test_under_locust(server, model, tiny_weights, trace, tmp_path):
     check(run)
     assert len(run.healths) == 2
     assert result.returncode == bool(summarize(run).invalid)
+
+
+def test_in_locust_s_web_ui(locust, tmp_path):
+    """Started twice by its button; the second run finds nothing of the first in the cache."""
+    [port] = free_ports(1)
+    ui, report = f"http://127.0.0.1:{port}", tmp_path / "report.html"
+    process = subprocess.Popen([*locust, "--web-host=127.0.0.1", f"--web-port={port}"], cwd=ROOT)
+
+    def state():
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{ui}/stats/requests") as stats:
+            return json.load(stats)["state"]
+
+    try:
+        until(lambda: state() == "ready")
+        for _ in range(2):
+            form = urllib.parse.urlencode({"user_count": 1, "spawn_rate": 1}).encode()
+            with urllib.request.urlopen(f"{ui}/swarm", form) as answer:
+                assert json.load(answer)["success"]
+            until(report.exists, timeout=60)
+            check(load_run(tmp_path))
+            report.unlink()
+            until(lambda: state() == "stopped")
+    finally:
+        process.terminate()
+        process.wait(30)

@@ -1,0 +1,44 @@
+"""What capturing a request (`trace_path`) costs: on the front's thread, and on the capture's own.
+
+    python -m benchmarks.capture
+
+Both are CPU time of this process, into a file of a temporary folder.
+"""
+
+import gc
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from backend.trace import Captured, TraceWriter
+
+PROMPT_TOKENS, NUM_REQUESTS, ROUNDS = (16, 256, 1024, 8192), 500, 9
+
+
+def main() -> None:
+    print("prompt tokens | front's thread, us | capture's thread, us, ns a token")
+    for length in PROMPT_TOKENS:
+        measured = [_measure(length) for _ in range(ROUNDS)]
+        front, capture = (statistics.median(column) * 1e6 for column in zip(*measured, strict=True))
+        print(f"{length:13} | {front:18.2f} | {capture:.1f}, {capture / length * 1e3:.0f}")
+
+
+def _measure(length: int) -> tuple[float, float]:
+    """CPU seconds of a request, on the thread that ends it and on the one that writes it."""
+    prompts = [[random.randrange(49152) for _ in range(length)] for _ in range(NUM_REQUESTS)]
+    gc.freeze()  # so many prompts at once are nobody's but this benchmark's
+    with tempfile.TemporaryDirectory() as folder:
+        writer = TraceWriter(Path(folder) / "trace.jsonl", 2**30, block_size=16)
+        process, thread = time.process_time(), time.thread_time()
+        for prompt in prompts:
+            writer.add(Captured(time.time(), prompt, [100], b"salt", "search", "interactive"))
+        writer.close()
+        front = time.thread_time() - thread
+        capture = time.process_time() - process - front
+    return front / NUM_REQUESTS, capture / NUM_REQUESTS
+
+
+if __name__ == "__main__":
+    main()
