@@ -1,15 +1,19 @@
-"""Reads the ledgers of one or several servers as one. Their schema is in docs/billing.md."""
+"""Reads the ledgers of one or several servers as one. Their schema is in docs/billing.md.
 
+Rows stay in their files: sums are SQLite's, and whoever wants rows gets one after the other.
+"""
+
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
-from itertools import pairwise
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 SCHEMA_VERSION = 1
 
-Row = dict[str, Any]  # by the columns' names
+Row = sqlite3.Row
 
 
 class LedgerError(ValueError):
@@ -26,12 +30,23 @@ class Gap(NamedTuple):
     num_later_rows: int  # rows behind the last totals, which nothing speaks of yet
 
 
-class Ledger:
-    """Rows of requests and of totals, each once, in the order in which their servers wrote them."""
+class _Part(NamedTuple):
+    """What one file adds: its rows from one sequence number to another, both included."""
 
-    def __init__(self, requests: list[Row], totals: list[Row]) -> None:
-        self.requests = requests
-        self.totals = totals
+    path: Path
+    first: int
+    last: int
+
+
+class Ledger:
+    """Rows of requests and of totals, each once, in the order in which their servers wrote them.
+
+    What is written after `read` is not seen, so that all answers agree.
+    """
+
+    def __init__(self, servers: dict[str, list[_Part]], since: float | None = None) -> None:
+        self._servers = servers
+        self.since = since  # seconds since 1970; None: from the start
 
     @classmethod
     def read(cls, paths: list[Path]) -> "Ledger":
@@ -40,81 +55,137 @@ class Ledger:
         Raises:
             LedgerError: names the file.
         """
-        requests: dict[str, Row] = {}
-        totals: dict[tuple[str, int], Row] = {}
+        found: dict[str, list[_Part]] = {}
         for path in _files(paths):
-            for row in _rows(path, "requests"):
-                requests.setdefault(row["key"], row)
-            for row in _rows(path, "totals"):
-                totals.setdefault((row["server"], row["sequence"]), row)
-        return cls(*(sorted(rows.values(), key=_order) for rows in (requests, totals)))
+            version, server = _one(path, "SELECT schema_version, server FROM server")
+            if version != SCHEMA_VERSION:
+                raise LedgerError(
+                    f"{path}: has version {version} of the schema; this client reads version "
+                    f"{SCHEMA_VERSION}"
+                )
+            ends = " UNION ALL ".join(  # one by one, which SQLite looks up without a scan
+                f"SELECT {end}(sequence) AS n FROM {table}"
+                for table in ("requests", "totals")
+                for end in ("min", "max")
+            )
+            first, last = _one(path, f"SELECT min(n), max(n) FROM ({ends})")
+            if first is not None:
+                found.setdefault(server, []).append(_Part(path, first, last))
+        return cls({server: _once(parts) for server, parts in sorted(found.items())})
 
     def window(self, since: float | None, until: float | None) -> "Ledger":
         """From the last totals before `since` to the last ones before `until`, server by server.
 
         So every row in between is there, and the identity holds for it.
         """
-        requests: list[Row] = []
-        totals: list[Row] = []
-        for server, of_server in self.totals_by_server().items():
-            marks = [row for row in of_server if until is None or row["time"] <= until]
-            before = [row for row in marks if since is not None and row["time"] <= since]
-            marks = marks[max(len(before) - 1, 0) :]
-            if not marks:
-                continue
-            totals += marks
-            first, last = marks[0]["sequence"], marks[-1]["sequence"]
-            requests += [
-                row
-                for row in self.requests
-                if row["server"] == server
-                and (row["sequence"] > first or since is None)
-                and (row["sequence"] < last or until is None)
+        servers = {}
+        for server, ledger in self.by_server():
+            first = ledger._last_totals_by(since, 0)
+            last = ledger._last_totals_by(until, -1)
+            servers[server] = [
+                _Part(path, max(start, first), end if until is None else min(end, last))
+                for path, start, end in self._servers[server]
             ]
-        return Ledger(requests, totals)
+        return Ledger(servers, since)
 
-    def totals_by_server(self) -> dict[str, list[Row]]:
-        found: dict[str, list[Row]] = {}
-        for row in self.totals:
-            found.setdefault(row["server"], []).append(row)
-        return found
+    def by_server(self) -> "Iterator[tuple[str, Ledger]]":
+        for server, parts in self._servers.items():
+            yield server, Ledger({server: parts}, self.since)
+
+    def select(self, what: str, table: str, how: str = "") -> Iterator[Row]:
+        """SELECT `what` FROM `table` WHERE ... `how`, in one file after the other.
+
+        Raises:
+            LedgerError: a file is damaged.
+        """
+        for parts in self._servers.values():
+            for path, first, last in parts:
+                sql = f"SELECT {what} FROM {table} WHERE sequence BETWEEN {first} AND {last} {how}"
+                yield from _execute(path, sql)
+
+    def columns(self, table: str) -> dict[str, str]:
+        """Their names and SQLite's names of their types."""
+        paths = (path for parts in self._servers.values() for path, *_ in parts)
+        information = f"PRAGMA table_info({table})"
+        return {
+            row["name"]: row["type"]
+            for path in islice(paths, 1)
+            for row in _execute(path, information)
+        }
+
+    def ends(self) -> tuple[Row, Row] | None:
+        """The first totals and the last ones, of one server; None where there are none."""
+        found = self.select("min(sequence), max(sequence)", "totals")
+        numbers = [number for row in found for number in row if number is not None]
+        if not numbers:
+            return None
+        condition = f"AND sequence IN ({min(numbers)}, {max(numbers)}) ORDER BY sequence"
+        rows = list(self.select("*", "totals", condition))
+        return rows[0], rows[-1]
 
     def check(self) -> list[Gap]:
         """The identity between each totals and the next ones, server by server::
 
         busy = rows + open + warm-up + preemption + fault + overrun
         """
-        return [self._check(server, rows) for server, rows in self.totals_by_server().items()]
+        gaps = [ledger._check(server) for server, ledger in self.by_server()]
+        return [gap for gap in gaps if gap.num_totals]
 
-    def _check(self, server: str, totals: list[Row]) -> Gap:
-        rows = [row for row in self.requests if row["server"] == server]
-        busy_ns, kv_gap, held = 0, 0.0, 0.0
-        quiet = totals[0] if totals[0]["is_quiet"] else None
-        position = sum(row["sequence"] < totals[0]["sequence"] for row in rows)
-        for before, after in pairwise(totals):
+    def _check(self, server: str) -> Gap:
+        requests = self.select(
+            "sequence, prefill_ns + decode_ns AS busy_ns, kv_block_seconds",
+            "requests",
+            "ORDER BY sequence",
+        )
+        row = next(requests, None)
+        num_totals, busy_ns, kv_gap, held = 0, 0, 0.0, 0.0
+        before = quiet = None
+        for after in self.select("*", "totals", "ORDER BY sequence"):
             billed = 0
-            while position < len(rows) and rows[position]["sequence"] < after["sequence"]:
-                row = rows[position]
-                billed += row["prefill_ns"] + row["decode_ns"]
+            while row and row["sequence"] < after["sequence"]:
+                billed += row["busy_ns"]
                 held += row["kv_block_seconds"]
-                position += 1
-            busy_ns += abs(_unbilled(after) - _unbilled(before) - billed)
+                row = next(requests, None)
+            if before:
+                busy_ns += abs(_unbilled(after) - _unbilled(before) - billed)
             if after["is_quiet"]:
                 if quiet:
                     expected = (after["kv_block_ns"] - quiet["kv_block_ns"]) / 1e9
                     kv_gap = max(kv_gap, abs(held - expected) / max(abs(expected), 1e-9))
                 quiet, held = after, 0.0
-        return Gap(server, len(totals), busy_ns, kv_gap, len(rows) - position)
+            before = after
+            num_totals += 1
+        num_later_rows = bool(row) + sum(1 for _ in requests)
+        return Gap(server, num_totals, busy_ns, kv_gap, num_later_rows)
+
+    def _last_totals_by(self, moment: float | None, otherwise: int) -> int:
+        """Their sequence number; `otherwise` where there is no moment, or nothing by then."""
+        if moment is None:
+            return otherwise
+        found = self.select("max(sequence)", "totals", f"AND time <= {moment!r}")
+        return max((number for (number,) in found if number is not None), default=otherwise)
 
 
 def _unbilled(totals: Row) -> int:
     """What rows of requests have to make up for."""
     accounts = ("open_ns", "warmup_ns", "preemption_ns", "fault_ns", "overrun_ns")
-    return totals["busy_ns"] - sum(totals[account] for account in accounts)
+    unbilled: int = totals["busy_ns"] - sum(totals[account] for account in accounts)
+    return unbilled
 
 
-def _order(row: Row) -> tuple[str, int]:
-    return row["server"], row["sequence"]
+def _once(parts: list[_Part]) -> list[_Part]:
+    """In order, without the rows that an earlier one has, too.
+
+    A file holds all that its server wrote in its time; the next one begins with the last rows of
+    the one before, and a copy with less in it is a part of another.
+    """
+    kept: list[_Part] = []
+    position = -1
+    for path, first, last in sorted(parts, key=lambda part: part[1:]):
+        if last > position:
+            kept.append(_Part(path, max(first, position + 1), last))
+            position = last
+    return kept
 
 
 def _files(paths: list[Path]) -> Iterator[Path]:
@@ -130,17 +201,24 @@ def _files(paths: list[Path]) -> Iterator[Path]:
             raise LedgerError(f"{path}: there is no such file or directory")
 
 
-def _rows(path: Path, table: str) -> list[Row]:
+def _one(path: Path, sql: str) -> Row:
+    for row in _execute(path, sql):
+        return row
+    raise LedgerError(f"{path}: is not a ledger, or is damaged: there is no server in it")
+
+
+def _execute(path: Path, sql: str) -> Iterator[Row]:
     try:
-        # Not read-only: where its writer was killed, the file's end is still in its -wal.
-        with closing(sqlite3.connect(path)) as database:
+        with closing(_connect(path)) as database:
             database.row_factory = sqlite3.Row
-            (version,) = database.execute("SELECT schema_version FROM server").fetchone()
-            if version != SCHEMA_VERSION:
-                raise LedgerError(
-                    f"{path}: has version {version} of the schema; this client reads version "
-                    f"{SCHEMA_VERSION}"
-                )
-            return [dict(row) for row in database.execute(f"SELECT * FROM {table}")]
-    except (sqlite3.Error, TypeError) as error:
+            yield from database.execute(sql)
+    except sqlite3.Error as error:
         raise LedgerError(f"{path}: is not a ledger, or is damaged: {error}") from None
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Where its writer was killed, the file's end is in its -wal, and SQLite has to write there to
+    read it. Where nobody can write, a file without one can be read as it is."""
+    if os.access(path.parent, os.W_OK) or path.with_name(f"{path.name}-wal").exists():
+        return sqlite3.connect(path)
+    return sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)

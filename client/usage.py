@@ -7,21 +7,32 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from client.ledger import Ledger, LedgerError, Row
 
 NS_PER_HOUR = 3_600_000_000_000
-GROUPS = ("business_line", "request_class", "outcome", "server", "day")
+# What can be grouped by, in SQL.
+GROUPS = {
+    "business_line": "coalesce(nullif(business_line, ''), '(none)')",
+    "request_class": "coalesce(nullif(request_class, ''), '(none)')",
+    "outcome": "outcome",
+    "server": "server",
+    "day": "date(arrival, 'unixepoch')",
+}
 ACCOUNTS = ("warmup", "preemption", "fault", "overrun", "open")  # parts of busy
 _KV_TOLERANCE = 1e-9
+_ROW_GROUP = 10_000
 _UNITS = {"m": 60, "h": 3600, "d": 86400}
 
 
@@ -42,14 +53,16 @@ class Line:
     busy_ns: int = 0
     cost: float = 0.0
 
-    def add(self, row: Row) -> None:
-        self.requests += 1
+    def add(self, other: "Line") -> None:
         for name in _SUMMED:
-            setattr(self, name, getattr(self, name) + row[name])
-        self.busy_ns += row["prefill_ns"] + row["decode_ns"]
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
-_SUMMED = [field.name for field in fields(Line)][2:-2]
+_SUMMED = [field.name for field in fields(Line)][1:-1]
+_SUMS = ", ".join(
+    {"requests": "count(*)", "busy_ns": "sum(prefill_ns + decode_ns)"}.get(name, f"sum({name})")
+    for name in _SUMMED
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +84,14 @@ class Report:
     @classmethod
     def of(cls, ledger: Ledger, by: tuple[str, ...], basis: str, price_per_hour: float) -> "Report":
         groups: dict[tuple[str, ...], Line] = {}
-        for row in ledger.requests:
-            name = tuple(group_of(row, column) for column in by)
-            groups.setdefault(name, Line(name)).add(row)
+        names = ", ".join(GROUPS[column] for column in by)
+        for row in ledger.select(f"{names}, {_SUMS}", "requests", f"GROUP BY {names}"):
+            name, sums = tuple(row)[: len(by)], tuple(row)[len(by) :]
+            groups.setdefault(name, Line(name)).add(Line(name, *sums))
         accounts = {account: 0 for account in (*ACCOUNTS, "busy", "idle")}
-        for totals in ledger.totals_by_server().values():
-            for account in accounts:
-                column = f"{account}_ns"
-                # Before its first request a server has only its warm-up, which is in the bill.
-                is_first = totals[0]["busy_ns"] == totals[0]["warmup_ns"]
-                accounts[account] += totals[-1][column] - (0 if is_first else totals[0][column])
+        for _, of_server in ledger.by_server():
+            for account, ns in _accounts(of_server).items():
+                accounts[account] += ns
         busy, idle = accounts["busy"], accounts["idle"]
         system = [
             Line((f"_{account}", *[""] * (len(by) - 1)), busy_ns=accounts[account])
@@ -115,10 +126,26 @@ def _without_name(line: Line) -> dict[str, Any]:
     return {name: value for name, value in asdict(line).items() if name != "name"}
 
 
-def group_of(row: Row, column: str) -> str:
-    if column == "day":
-        return datetime.fromtimestamp(row["arrival"], UTC).strftime("%Y-%m-%d")
-    return row[column] or "(none)"
+def _accounts(ledger: Ledger) -> dict[str, int]:
+    """Where a server's time went between its first totals and the last ones."""
+    accounts = {account: 0 for account in (*ACCOUNTS, "busy", "idle")}
+    behind = ""
+    if ends := ledger.ends():
+        first, last = ends
+        # A server's very first totals have its warm-up, which is in the bill of that time.
+        is_first = first["busy_ns"] == first["warmup_ns"]
+        is_first &= ledger.since is None or first["time"] > ledger.since
+        for account in accounts:
+            column = f"{account}_ns"
+            accounts[account] = last[column] - (0 if is_first else first[column])
+        behind = f"AND sequence > {last['sequence']}"
+    # Rows behind the last totals: what they used was open then, as far as it was used by then.
+    sums = ledger.select("coalesce(sum(prefill_ns + decode_ns), 0)", "requests", behind)
+    later: int = sum(ns for (ns,) in sums)
+    was_open = min(later, max(accounts["open"], 0))
+    accounts["open"] -= was_open
+    accounts["busy"] += later - was_open
+    return accounts
 
 
 # -- forms --
@@ -132,17 +159,21 @@ def show_table(report: Report, console: Console) -> None:
         table.add_column(column, justify="right")
     table.add_column("cost", justify="right")
     for line in report.lines:
-        table.add_row(*line.name, *_cells(line))
+        table.add_row(*map(_printable, line.name), *_cells(line))
     whole = Line(("sum", *[""] * (len(report.by) - 1)), cost=report.cost)
     for line in report.lines:
-        for name in ("requests", "busy_ns", *_SUMMED):
-            setattr(whole, name, getattr(whole, name) + getattr(line, name))
+        whole.add(line)
     table.add_section()
     table.add_row(*whole.name, *_cells(whole))
     console.print(table)
     console.print(
         f"busy {report.busy_ns / 1e9:.3f} s, idle {report.idle_ns / 1e9:.3f} s", highlight=False
     )
+
+
+def _printable(name: str) -> Text:
+    """Callers choose names: neither rich's markup nor a terminal's control codes."""
+    return Text("".join(c if c.isprintable() else ascii(c)[1:-1] for c in name))
 
 
 def _cells(line: Line) -> list[str]:
@@ -237,6 +268,8 @@ def parse_groups(text: str) -> tuple[str, ...]:
     for column in columns:
         if column not in GROUPS:
             raise argparse.ArgumentTypeError(f"{column!r} is none of {', '.join(GROUPS)}")
+    if len(set(columns)) < len(columns):
+        raise argparse.ArgumentTypeError(f"{text!r} names a column twice")
     return columns
 
 
@@ -253,8 +286,14 @@ def parse_time(text: str) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
+def _read(args: argparse.Namespace) -> Ledger:
+    if args.since is not None and args.until is not None and args.since > args.until:
+        raise LedgerError("--since is later than --until, so there is nothing between them")
+    return Ledger.read(args.ledgers).window(args.since, args.until)
+
+
 def _report(args: argparse.Namespace) -> int:
-    ledger = Ledger.read(args.ledgers).window(args.since, args.until)
+    ledger = _read(args)
     report = Report.of(ledger, args.by, args.basis, args.price)
     if args.format == "table":
         with _output(args.output) as file:
@@ -288,19 +327,21 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    rows = Ledger.read(args.ledgers).window(args.since, args.until).requests
+    ledger = _read(args)
+    rows = ledger.select("*", "requests", "ORDER BY sequence")
     if args.format == "parquet":
         if not args.output:
             raise LedgerError("--format parquet needs --output FILE")
-        _write_parquet(rows, args.output)
+        _write_parquet(rows, ledger.columns("requests"), args.output)
         return 0
     with _output(args.output) as file:
         for row in rows:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(dict(row)) + "\n")
     return 0
 
 
-def _write_parquet(rows: Iterable[Row], path: Path) -> None:
+def _write_parquet(rows: Iterator[Row], columns: dict[str, str], path: Path) -> None:
+    """So many rows at a time are in memory as a row group has."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -308,22 +349,27 @@ def _write_parquet(rows: Iterable[Row], path: Path) -> None:
         raise LedgerError(
             "--format parquet needs pyarrow, which is not installed: pip install pyarrow"
         ) from None
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    types = {"INTEGER": pyarrow.int64(), "REAL": pyarrow.float64(), "TEXT": pyarrow.string()}
+    schema = pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
+    with _writing(path), pyarrow.parquet.ParquetWriter(path, schema) as writer:
+        while group := [dict(row) for row in islice(rows, _ROW_GROUP)]:
+            writer.write_table(pyarrow.Table.from_pylist(group, schema))
 
 
-def _output(path: Path | None) -> Any:
-    """A file to write to; standard output is not closed."""
-    if path:
-        return path.open("w", encoding="utf-8")
-    return _Unclosed(sys.stdout)
+@contextmanager
+def _output(path: Path | None) -> Iterator[TextIO]:
+    """A file to write to, or standard output, which is not closed."""
+    if path is None:
+        yield sys.stdout
+        sys.stdout.flush()
+        return
+    with _writing(path), path.open("w", encoding="utf-8") as file:
+        yield file
 
 
-class _Unclosed:
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def __enter__(self) -> Any:
-        return self._file
-
-    def __exit__(self, *_: object) -> None:
-        self._file.flush()
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LedgerError(f"--output {path}: can't be written: {error}") from None

@@ -1,7 +1,7 @@
 """A bill as one HTML page that needs nothing beside it: a table and charts."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -9,12 +9,15 @@ from pathlib import Path
 import plotly.graph_objects as go
 from jinja2 import Environment
 
-from client.ledger import Ledger, Row
-from client.usage import NS_PER_HOUR, Report, group_of
+from client.ledger import Ledger
+from client.usage import GROUPS, NS_PER_HOUR, Report
 
 _PAGE = Path(__file__).with_name("usage.html.jinja")
 _NUM_BUCKETS = 60
 _CONFIG = {"displayModeBar": False, "responsive": True}
+_ENDED = "(arrival + total_ms / 1e3)"
+_TOKENS = "prompt_tokens + output_tokens"
+_NUM_LINES = 20  # of a chart
 _STEPS = (1, 10, 60, 600, 3600, 6 * 3600, 86400)  # seconds of a bucket
 
 _TITLES = {
@@ -32,8 +35,8 @@ _TITLES = {
 def to_html(report: Report, ledger: Ledger, price_per_hour: float) -> str:
     buckets = _Buckets(ledger)
     figures = [
-        _stacked("Cost over time", buckets, _cost(ledger.requests, buckets, price_per_hour)),
-        _stacked("Tokens over time", buckets, _tokens(ledger.requests, buckets)),
+        _stacked("Cost over time", buckets, _over_time(ledger, buckets, _cost(price_per_hour))),
+        _stacked("Tokens over time", buckets, _over_time(ledger, buckets, _TOKENS)),
         _stacked("Busy and idle, seconds", buckets, _busy_and_idle(ledger, buckets)),
         _bars("Saved by reuse, seconds", report, "saved_ns"),
         _bars("Computed again after preemption, seconds", report, "recompute_ns"),
@@ -56,8 +59,14 @@ class _Buckets:
     """Cuts the ledger's time into at most about 60 parts of a round length."""
 
     def __init__(self, ledger: Ledger) -> None:
-        moments = [_ended(row) for row in ledger.requests] + [row["time"] for row in ledger.totals]
-        first, last = min(moments, default=0.0), max(moments, default=0.0)
+        ends = [
+            moment
+            for what, table in ((_ENDED, "requests"), ("time", "totals"))
+            for row in ledger.select(f"min({what}), max({what})", table)
+            for moment in row
+            if moment is not None
+        ]
+        first, last = min(ends, default=0.0), max(ends, default=0.0)
         self.seconds = next((s for s in _STEPS if last - first <= s * _NUM_BUCKETS), _STEPS[-1])
         self.first = int(first // self.seconds)
         self.count = int(last // self.seconds) - self.first + 1
@@ -76,37 +85,36 @@ def _time(moment: float) -> datetime:
     return datetime.fromtimestamp(moment, UTC)
 
 
-def _ended(row: Row) -> float:
-    ended: float = row["arrival"] + row["total_ms"] / 1e3
-    return ended
+def _cost(price_per_hour: float) -> str:
+    return f"(prefill_ns + decode_ns) * {price_per_hour / NS_PER_HOUR!r}"
 
 
-def _cost(rows: list[Row], buckets: _Buckets, price_per_hour: float) -> dict[str, list[float]]:
-    return buckets.sums(
-        (
-            group_of(row, "business_line"),
-            _ended(row),
-            (row["prefill_ns"] + row["decode_ns"]) / NS_PER_HOUR * price_per_hour,
-        )
-        for row in rows
+def _over_time(ledger: Ledger, buckets: _Buckets, value: str) -> dict[str, list[float]]:
+    """Sums of an expression by business line; of the largest ones, and of all others together."""
+    line = GROUPS["business_line"]
+    bucket = f"CAST({_ENDED} / {buckets.seconds} AS INTEGER)"
+    rows = ledger.select(
+        f"{line}, {bucket} * {buckets.seconds}, sum({value})",
+        "requests",
+        f"GROUP BY {line}, {bucket}",
     )
-
-
-def _tokens(rows: list[Row], buckets: _Buckets) -> dict[str, list[float]]:
-    return buckets.sums(
-        (group_of(row, "business_line"), _ended(row), row["prompt_tokens"] + row["output_tokens"])
-        for row in rows
-    )
+    sums = buckets.sums(map(tuple, rows))
+    small = sorted(sums, key=lambda name: -sum(sums[name]))[_NUM_LINES:]
+    if small:
+        parts = [sums.pop(name) for name in small]
+        sums["(others)"] = [sum(values) for values in zip(*parts, strict=True)]
+    return sums
 
 
 def _busy_and_idle(ledger: Ledger, buckets: _Buckets) -> dict[str, list[float]]:
-    values = []
-    for totals in ledger.totals_by_server().values():
-        for before, after in pairwise(totals):
-            for name in ("busy", "idle"):
-                seconds = (after[f"{name}_ns"] - before[f"{name}_ns"]) / 1e9
-                values.append((name, after["time"], seconds))
-    return buckets.sums(values)
+    def values() -> Iterator[tuple[str, float, float]]:
+        for _, of_server in ledger.by_server():
+            for before, after in pairwise(of_server.select("*", "totals", "ORDER BY sequence")):
+                for name in ("busy", "idle"):
+                    seconds = (after[f"{name}_ns"] - before[f"{name}_ns"]) / 1e9
+                    yield name, after["time"], seconds
+
+    return buckets.sums(values())
 
 
 def _stacked(title: str, buckets: _Buckets, sums: dict[str, list[float]]) -> go.Figure:
@@ -115,7 +123,7 @@ def _stacked(title: str, buckets: _Buckets, sums: dict[str, list[float]]) -> go.
 
 
 def _bars(title: str, report: Report, column: str) -> go.Figure:
-    lines = [line for line in report.lines if line.requests]
+    lines = [line for line in report.lines if line.requests][:_NUM_LINES]
     names = [" / ".join(line.name) for line in lines]
     return _layout(go.Figure(go.Bar(x=names, y=[getattr(x, column) / 1e9 for x in lines])), title)
 

@@ -8,13 +8,17 @@ import re
 import shutil
 import sqlite3
 import subprocess
+import sys
+import tracemalloc
 from dataclasses import replace
 
+import pyarrow.parquet
 import pytest
 
 from backend.ledger import RequestRow, TotalsRow
 from client.__main__ import main
 from client.ledger import Ledger
+from tests.helpers import until
 from tests.test_ledger import ROW, make_ledger
 
 SECOND = 1_000_000_000
@@ -143,6 +147,96 @@ def test_several_ledgers_are_one_and_a_copy_adds_nothing(ledger, tmp_path, capsy
     assert both["_warmup"]["busy_ns"] == 4 * SECOND
 
 
+def test_a_server_that_went_on_in_a_new_file(tmp_path, capsys):
+    """Rotated between totals: each file adds up alone, and both do; no row counts twice."""
+    now = [1.0]
+    ledger = make_ledger(tmp_path, rotate_hours=1.0, clock=lambda: now[0])
+    first = ledger.path
+    for row in (totals(0), *rows_of("search", 2), totals(2), *rows_of("ads", 2)):
+        ledger.add(row)
+    until(lambda: len(rows_in(first)) == 4)
+    now[0] += 3601
+    until(lambda: ledger.path != first)
+    for row in (*rows_of("ads", 5)[2:], totals(7)):
+        ledger.add(row)
+    ledger.close()
+    assert len(rows_in(ledger.path)) == 5  # two of them are in both
+    for paths, told in (
+        ([first], ": 0 ns over 2 totals"),
+        ([ledger.path], ": 0 ns over 2 totals"),
+        ([tmp_path], ": 0 ns over 3 totals"),
+    ):
+        assert told in run(capsys, "check", *paths)
+    lines = lines_of(capsys, tmp_path)
+    assert {name: line["requests"] for name, line in lines.items()} == {
+        "search": 2,
+        "ads": 5,
+        "_warmup": 0,
+    }
+    # An older copy of the second file adds nothing, whatever its name.
+    stale = shutil.copy(ledger.path, tmp_path / "a stale copy.ledger")
+    with sqlite3.connect(stale) as database:
+        database.execute("DELETE FROM requests WHERE sequence > 7")
+        database.execute("DELETE FROM totals WHERE sequence > 7")
+    database.close()
+    assert lines_of(capsys, tmp_path) == lines
+
+
+def test_rows_behind_the_last_totals_are_billed_once(tmp_path, capsys):
+    """Of the 6 s of two such rows 3 were open at the last totals, and 3 came later."""
+    path = write(tmp_path, totals(0), totals(1, open_ns=3 * SECOND), *rows_of("search", 2))
+    lines = lines_of(capsys, path, "--price", "3600")
+    assert {name: line["cost"] for name, line in lines.items()} == {"search": 6.0, "_warmup": 2.0}
+    report = json.loads(run(capsys, "report", path, "--format", "json"))
+    assert report["busy_ns"] == 8 * SECOND
+
+
+def test_a_server_s_warm_up_is_billed_in_its_time_only(tmp_path, capsys):
+    path = write(tmp_path, totals(0), totals(0, time=1_800_000_100.0, idle_ns=100 * SECOND))
+    assert "_warmup" in lines_of(capsys, path)
+    assert lines_of(capsys, path, "--since", "2027-01-15T08:01:00") == {}
+
+
+def enlarge(path, num_rows: int) -> None:
+    """So many more requests of 50 lines."""
+    with sqlite3.connect(path) as database:
+        columns = [row[1] for row in database.execute("PRAGMA table_info(requests)")]
+        values = dict(zip(columns, columns, strict=True)) | {
+            "sequence": "10 + extra",
+            "key": "extra",
+            "business_line": "'line ' || extra % 50",
+            "arrival": "arrival + extra % 3600",
+        }
+        database.execute(
+            f"""INSERT INTO requests SELECT {", ".join(values.values())} FROM requests,
+            (WITH RECURSIVE numbers(extra) AS (
+                SELECT 0 UNION ALL SELECT extra + 1 FROM numbers LIMIT {num_rows}
+            ) SELECT extra FROM numbers) WHERE sequence = 1"""
+        )
+    database.close()
+
+
+def test_a_large_ledger_takes_little_memory(tmp_path, capsys, monkeypatch):
+    """As dictionaries all rows would take 15 MB."""
+    path = write(tmp_path, totals(0), *rows_of("search", 1), totals(1))
+    enlarge(path, 10_000)
+    monkeypatch.setattr("client.usage._ROW_GROUP", 1000)
+    rows, parquet = tmp_path / "rows.jsonl", tmp_path / "rows.parquet"
+    for command in (
+        ["report", path, "--by", "business_line,outcome,day", "--format", "json"],
+        ["check", path],
+        ["export", path, "--output", rows],
+        ["export", path, "--format", "parquet", "--output", parquet],
+    ):
+        tracemalloc.start()
+        main(["usage", *map(str, command)])
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 5e6, command
+    assert len(rows.read_text().splitlines()) == 10_001
+    assert pyarrow.parquet.ParquetFile(parquet).metadata.num_rows == 10_001
+
+
 def test_the_check_proves_the_identity(ledger, capsys):
     told = run(capsys, "check", ledger)
     assert ": 0 ns over 3 totals" in told
@@ -179,17 +273,48 @@ def test_open_requests_are_part_of_the_identity(tmp_path, capsys):
     assert "the bill adds up" in run(capsys, "check", path)
 
 
+def rows_in(path) -> list[dict]:
+    return [dict(row) for row in Ledger.read([path]).select("*", "requests")]
+
+
 def test_export(ledger, tmp_path, capsys):
     exported = [json.loads(line) for line in run(capsys, "export", ledger).splitlines()]
-    assert exported == Ledger.read([ledger]).requests
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        error = fails(capsys, "export", ledger, "--format", "parquet", "--output", tmp_path / "p")
-        assert "pip install pyarrow" in error
-    else:
-        run(capsys, "export", ledger, "--format", "parquet", "--output", tmp_path / "p")
-        assert pyarrow.parquet.read_table(tmp_path / "p").to_pylist() == exported
+    assert exported == rows_in(ledger)
+    assert len(exported) == 6
+
+
+def test_parquet_has_the_same_rows(ledger, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("client.usage._ROW_GROUP", 4)
+    path = tmp_path / "rows.parquet"
+    run(capsys, "export", ledger, "--format", "parquet", "--output", path)
+    assert pyarrow.parquet.read_table(path).to_pylist() == rows_in(ledger)
+    file = pyarrow.parquet.ParquetFile(path)
+    assert file.num_row_groups == 2
+    types = {field.name: str(field.type) for field in file.schema_arrow}
+    assert (types["key"], types["decode_ns"], types["arrival"]) == ("string", "int64", "double")
+
+    nothing = ("--until", "2020-01-01", "--format", "parquet", "--output", path)
+    run(capsys, "export", ledger, *nothing)
+    assert pyarrow.parquet.ParquetFile(path).schema_arrow == file.schema_arrow
+
+
+def test_parquet_says_what_it_lacks(ledger, tmp_path, capsys, monkeypatch):
+    parquet = ("export", ledger, "--format", "parquet")
+    assert "needs --output FILE" in fails(capsys, *parquet)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "pip install pyarrow" in fails(capsys, *parquet, "--output", tmp_path / "p")
+
+
+def test_an_output_that_can_t_be_written(ledger, tmp_path, capsys):
+    path = tmp_path / "nowhere" / "rows"
+    for arguments in (
+        ("report", "--format", "html"),
+        ("report",),
+        ("export",),
+        ("export", "--format", "parquet"),
+    ):
+        told = fails(capsys, arguments[0], ledger, *arguments[1:], "--output", path)
+        assert f"--output {path}: can't be written" in told
 
 
 def test_broken_ledgers_are_named(tmp_path, ledger, capsys):
@@ -216,13 +341,39 @@ def test_broken_ledgers_are_named(tmp_path, ledger, capsys):
     [
         (["--price", "cheap"], "expected a price such as 2.5/gpu-hour, got 'cheap'"),
         (["--by", "customer"], "'customer' is none of business_line"),
-        (["--since", "yesterday"], "expected a time such as"),
+        (["--price=-1"], "expected a price such as 2.5/gpu-hour, got '-1'"),
+        (["--price", "nan"], "expected a price such as 2.5/gpu-hour, got 'nan'"),
+        (["--by", ""], "'' is none of business_line"),
+        (["--by", "server,server"], "'server,server' names a column twice"),
+        (["--since", "2026-13-01"], "expected a time such as"),
+        (["--until", "0xm"], "expected a time such as"),
     ],
 )
 def test_bad_options_are_named(ledger, capsys, arguments, told):
     with pytest.raises(SystemExit):
         main(["usage", "report", str(ledger), *arguments])
     assert told in capsys.readouterr().err
+
+
+def test_a_window_that_ends_before_it_begins(ledger, capsys):
+    told = fails(capsys, "report", ledger, "--since", "2027-01-02", "--until", "2027-01-01")
+    assert "--since is later than --until" in told
+
+
+@pytest.mark.parametrize("form", ["table", "csv", "json", "html"])
+def test_an_empty_window_is_an_empty_bill(ledger, capsys, form):
+    told = run(capsys, "report", ledger, "--until", "2020-01-01", "--format", form)
+    assert told
+    if form == "json":
+        assert json.loads(told)["lines"] == []
+
+
+def test_names_are_not_taken_for_markup(tmp_path, capsys):
+    name = "[/red] \x1b[31m"
+    path = write(tmp_path, totals(0), *rows_of(name, 1), totals(1))
+    table = run(capsys, "report", path)
+    assert "[/red] \\x1b[31m" in table
+    assert "\x1b" not in table
 
 
 # -- HTML --
