@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
@@ -23,6 +24,7 @@ logger = logging.getLogger("tritium")
 
 SCHEMA_VERSION = 1
 _COMMIT_SECONDS = 0.5
+_RETRY_SECONDS = 60  # after a new file could not be begun
 _MAX_PENDING = 100_000  # rows kept while the file can't be written; then the oldest are lost
 _SQL_TYPES = {int: "INTEGER", float: "REAL", str: "TEXT"}
 
@@ -108,12 +110,11 @@ class Ledger:
         self._clock = clock
         self._pending: list[RequestRow | TotalsRow] = []
         self._sequence = 0  # orders rows of both kinds
-        self._last_totals: tuple[int, TotalsRow] | None = None
         self._failing = False
         self._rows: queue.SimpleQueue[RequestRow | TotalsRow | None] = queue.SimpleQueue()
         directory.mkdir(parents=True, exist_ok=True)
-        self._open()
-        self._database.close()  # SQLite's connections belong to their threads
+        self.path = self._make()
+        self._delete_old()
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._thread.start()
 
@@ -142,10 +143,10 @@ class Ledger:
                     self._pending.append(row)
             try:
                 self._write()
-                if self._clock() >= self._rotation:
-                    self._rotate()
-            except (sqlite3.Error, OSError) as error:
+            except sqlite3.Error as error:
                 self._keep(error)
+            if self._clock() >= self._rotation:
+                self._rotate()
         if self._pending:
             logger.error(f"ledger: {len(self._pending)} rows are lost with this process")
         self._database.close()
@@ -154,15 +155,10 @@ class Ledger:
         """One transaction: all that is pending, or nothing of it."""
         if not self._pending:
             return
-        number = self._sequence
-        last_totals = self._last_totals
         with self._database:
-            for row in self._pending:
+            for number, row in enumerate(self._pending, self._sequence):
                 self._insert(number, row)
-                if isinstance(row, TotalsRow):
-                    last_totals = number, row
-                number += 1
-        self._sequence, self._last_totals = number, last_totals
+        self._sequence += len(self._pending)
         self._pending.clear()
         if self._failing:
             logger.info(f"ledger: {self.path} is written again")
@@ -185,34 +181,73 @@ class Ledger:
             logger.error(f"ledger: {too_many} rows are lost")
 
     def _rotate(self) -> None:
-        """Go on in a new file, which begins where the old one ended."""
-        old = self._database
-        self._open()
-        old.close()
-        if self._last_totals:
-            with self._database:
-                self._insert(*self._last_totals)
+        """Go on in a new file, if one can be made."""
+        try:
+            path = self._make()
+            database = sqlite3.connect(path, timeout=1)
+            try:
+                self._begin(database)
+            except sqlite3.Error:
+                database.close()
+                path.unlink()
+                raise
+        except (sqlite3.Error, OSError) as error:
+            logger.error(f"ledger: no new file can be begun, {self.path} goes on: {error}")
+            self._rotation = self._clock() + _RETRY_SECONDS
+            return
+        self._database.close()
+        self._database, self.path = database, path
+        self._delete_old()
 
-    def _open(self) -> None:
+    def _make(self) -> Path:
+        """A new file with empty tables. Whoever reads the directory sees it whole or not at all."""
         now = self._clock()
-        self._rotation = now + self._rotate_seconds
         moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
-        name = f"{self._model}-{moment}-{os.getpid()}-{uuid.uuid4().hex[:6]}.ledger"
-        self.path = self._directory / name
-        self._database = sqlite3.connect(self.path, timeout=1)
-        self._database.execute("PRAGMA journal_mode=WAL")
-        with self._database:
-            for statement in _statements():
-                self._database.execute(statement)
-            self._database.execute(
-                "INSERT INTO server VALUES (?, ?, ?, ?)",
-                (SCHEMA_VERSION, self.server, self._model, now),
-            )
-        for path in self._directory.glob("*.ledger"):
-            is_ours = path.name.startswith(f"{self._model}-")
-            if is_ours and path.stat().st_mtime < now - self._retention_seconds:
-                for suffix in ("", "-wal", "-shm"):
-                    path.with_name(path.name + suffix).unlink(missing_ok=True)
+        name = f"{self._model}-{moment}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        path = self._directory / f"{name}.new"
+        try:
+            with closing(sqlite3.connect(path, timeout=1)) as database, database:
+                database.execute("PRAGMA journal_mode=WAL")
+                for statement in _statements():
+                    database.execute(statement)
+                database.execute(
+                    "INSERT INTO server VALUES (?, ?, ?, ?)",
+                    (SCHEMA_VERSION, self.server, self._model, now),
+                )
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        self._rotation = now + self._rotate_seconds
+        return path.rename(path.with_suffix(".ledger"))
+
+    def _begin(self, database: sqlite3.Connection) -> None:
+        """A file starts with the last totals of the one before it, and the rows behind those."""
+        database.execute("ATTACH ? AS old", (str(self.path),))
+        last = "(SELECT max(sequence) FROM old.totals)"
+        with database:
+            for table in ("totals", "requests"):
+                database.execute(
+                    f"INSERT INTO {table} SELECT * FROM old.{table} WHERE sequence >= {last}"
+                )
+        database.execute("DETACH old")
+
+    def _delete_old(self) -> None:
+        """Those of this model that nobody has written to for so long."""
+        oldest = self._clock() - self._retention_seconds
+        name = re.compile(rf"({re.escape(self._model)}-\d{{8}}T\d{{6}}Z-\d+-\w{{6}}\.).+")
+        found: dict[str, list[Path]] = {}  # a file, its -wal and -shm
+        try:
+            for path in self._directory.iterdir():
+                if match := name.fullmatch(path.name):
+                    found.setdefault(match[1], []).append(path)
+            for paths in found.values():
+                if max(path.stat().st_mtime for path in paths) < oldest:
+                    for path in paths:
+                        path.unlink()
+        except FileNotFoundError:
+            pass  # another process deletes them
+        except OSError as error:
+            logger.error(f"ledger: an old file can't be deleted: {error}")
 
 
 def _statements() -> Iterator[str]:

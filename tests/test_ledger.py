@@ -107,13 +107,19 @@ def test_a_kill_loses_at_most_the_last_second(tmp_path):
 def test_files_are_replaced_and_deleted_when_they_are_old(tmp_path):
     now = [time.time()]
     old = tmp_path / "smollm2-20200101T000000Z-1-abcdef.ledger"
-    other = tmp_path / "another-20200101T000000Z-1-abcdef.ledger"
-    for path in (old, other):
+    unfinished = old.with_suffix(".new")  # by a process that was killed
+    other = tmp_path / "smollm2-large-20200101T000000Z-1-abcdef.ledger"
+    in_use = tmp_path / "smollm2-20200101T000000Z-2-abcdef.ledger"
+    for path in (old, unfinished, other, in_use):
         path.touch()
         os.utime(path, (0, 0))
+    in_use.with_name(f"{in_use.name}-wal").touch()
     ledger = make_ledger(tmp_path, rotate_hours=1.0, clock=lambda: now[0])
     assert not old.exists()
+    assert not unfinished.exists()
     assert other.exists()  # of another model
+    assert in_use.exists()  # its last rows are not in the file itself yet
+    in_use.unlink()
     first = ledger.path
     ledger.add(ROW)
     ledger.add(TOTALS)
@@ -124,7 +130,26 @@ def test_files_are_replaced_and_deleted_when_they_are_old(tmp_path):
     assert [row["key"] for row in rows(first, "requests")] == ["s/0"]
     assert [row["key"] for row in rows(ledger.path, "requests")] == ["s/1"]
     assert rows(first, "totals") == rows(ledger.path, "totals")  # where the new one begins
-    assert len(list(tmp_path.glob("smollm2-*.ledger"))) == 2
+    assert len(list(tmp_path.glob("smollm2-2*.ledger"))) == 2
+
+
+def test_it_goes_on_in_the_old_file_while_no_new_one_can_be_made(tmp_path, caplog, monkeypatch):
+    now = [time.time()]
+    ledger = make_ledger(tmp_path, rotate_hours=1.0, clock=lambda: now[0])
+    first = ledger.path
+    monkeypatch.setattr("backend.ledger._RETRY_SECONDS", 5)
+    with monkeypatch.context() as broken:
+        broken.setattr("backend.ledger._statements", lambda: ["CREATE TABLE no"])
+        now[0] += 3601
+        until(lambda: "no new file can be begun" in caplog.text)
+        ledger.add(ROW)
+        until(lambda: len(rows(first, "requests")) == 1)
+    assert [path.name for path in tmp_path.glob("*.*") if "-" not in path.suffix] == [first.name]
+    now[0] += 6
+    until(lambda: ledger.path != first)
+    ledger.add(replace(ROW, key="s/1"))
+    ledger.close()
+    assert [row["key"] for row in rows(ledger.path, "requests")] == ["s/1"]
 
 
 def test_rows_wait_while_the_file_can_t_be_written(tmp_path, caplog):
