@@ -387,6 +387,7 @@ class Engine:
                     FinishReason.ERROR,
                     f"the engine's step failed: {error}",
                 )
+                self._report_totals()
                 self._num_failures += 1
                 if self._num_failures == _MAX_FAILURES:
                     raise

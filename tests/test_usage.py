@@ -13,7 +13,7 @@ from backend.scheduler import ScheduledSequence
 from backend.sequence import Figures, FinishReason, SampledToken
 from backend.speculative import SpeculativeConfig
 from backend.usage import DEFAULT_WEIGHTS, BusyTime, MeasuredStep, Weights, fit, split
-from tests.helpers import Collector, CountingRunner, make_config, make_request
+from tests.helpers import Collector, CountingRunner, make_config, make_request, until
 
 WEIGHTS = Weights(token=1000, context=7, sequence=300)
 
@@ -102,11 +102,14 @@ class Bench:
         self.witness = Witness(self.engine)
         self.clock.watchers.append(self.witness)
 
-    def submit(self, **fields) -> None:
-        request = make_request(**fields)
-        if request.max_kv_tokens <= self.engine.max_kv_tokens:
-            self.engine.reserve()
-            self.engine.submit(request)
+    def submit(self, request_id: int = 0, num_forks: int = 0, **fields) -> None:
+        """A request, and others with its prompt right behind it."""
+        requests = [make_request(request_id=request_id, **fields)]
+        for i in range(request_id + 1, request_id + 1 + num_forks):
+            requests.append(make_request(request_id=i, fork_of=request_id, **fields))
+        if requests[0].max_kv_tokens <= self.engine.max_kv_tokens:
+            self.engine.reserve(len(requests))
+            self.engine.submit(*requests)
 
     def step(self) -> None:
         try:
@@ -140,7 +143,7 @@ actions = st.lists(
             st.just("submit"),
             prompts,
             st.integers(1, 12),
-            st.booleans(),
+            st.sampled_from([0, 0, 1, 2]),
         ),
         st.tuples(st.just("abort"), st.integers(0, 20)),
         st.tuples(st.just("step"), st.integers(1, 5)),
@@ -174,12 +177,11 @@ def test_every_nanosecond_is_on_one_bill(
     num_requests = 0
     for action, *values in actions:
         if action == "submit":
-            prompt, max_tokens, forks = values
-            fields = dict(prompt=prompt, max_tokens=max_tokens, speculative=True)
-            if forks and num_requests:
-                fields["fork_of"] = num_requests - 1
-            bench.submit(request_id=num_requests, **fields)
-            num_requests += 1
+            prompt, max_tokens, num_forks = values
+            bench.submit(
+                num_requests, num_forks, prompt=prompt, max_tokens=max_tokens, speculative=True
+            )
+            num_requests += 1 + num_forks
         elif action == "abort":
             bench.engine.abort(values[0])
         elif action == "wait":
@@ -287,6 +289,16 @@ def test_a_failed_step_is_a_fault():
     (figures,) = bench.run().values()
     assert figures.prefill_ns == 1000
     assert bench.engine.totals().fault == 17
+
+
+def test_totals_come_behind_a_failed_step_too():
+    bench = Bench(lambda batch: None)
+    bench.engine.start()
+    bench.submit(max_tokens=5)
+    bench.collector.wait_until_finished(0)
+    until(lambda: bench.totals[-1].fault == 17)
+    assert bench.totals[-1].is_quiet
+    bench.engine.stop(0)
 
 
 def test_waiting_for_requests_is_idle():
