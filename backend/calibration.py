@@ -2,6 +2,7 @@
 
 import logging
 import time
+from typing import NamedTuple
 
 from backend.model_runner import ModelRunner
 from backend.scheduler import ScheduledSequence
@@ -10,10 +11,26 @@ from backend.usage import DEFAULT_WEIGHTS, MeasuredStep, Weights, fit
 
 logger = logging.getLogger("tritium")
 
-# (sequences, tokens of each that are computed already, tokens that are to be)
-_SHAPES = [(1, 0, 1), (8, 0, 1), (1, 511, 1), (8, 511, 1), (1, 0, 32), (1, 512, 32), (1, 0, 64)]
-_ROUNDS = 2  # the faster one counts
-_SECONDS = 2  # no more shapes are begun after so long
+
+class _Shape(NamedTuple):
+    num_sequences: int
+    start: int  # tokens of each that are computed already
+    num_new: int  # that are to be
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_sequences * self.num_new
+
+    def measured(self, duration: int) -> MeasuredStep:
+        attended = self.num_tokens * (2 * self.start + self.num_new + 1) // 2
+        return MeasuredStep(self.num_tokens, attended, self.num_sequences, duration)
+
+
+_SHAPES = [
+    *(_Shape(1, 0, 1), _Shape(8, 0, 1), _Shape(1, 511, 1), _Shape(8, 511, 1)),
+    *(_Shape(1, 0, 32), _Shape(1, 512, 32), _Shape(1, 0, 64)),
+]
+_SECONDS = 2  # after so long no more rounds are begun for a better fit
 
 
 def measure_weights(runner: ModelRunner, max_num_seqs: int, max_num_tokens: int) -> Weights:
@@ -26,22 +43,27 @@ def measure_weights(runner: ModelRunner, max_num_seqs: int, max_num_tokens: int)
     positions = min(
         runner.num_blocks * runner.block_size, runner.model.config.max_position_embeddings
     )
-    steps = []
+    shapes = [
+        shape
+        for shape in _SHAPES
+        if shape.start + shape.num_new <= positions
+        and shape.num_sequences <= max_num_seqs
+        and shape.num_tokens <= max_num_tokens
+    ]
+    batches = [_batch(runner, shape) for shape in shapes]
+
+    def durations() -> list[int]:
+        return [_duration(runner, batch) for batch in batches]
+
+    # The fastest of each counts, which nothing else held up; two rounds on a quiet machine.
     deadline = time.monotonic() + _SECONDS
-    for num_sequences, start, num_new in _SHAPES:
-        if (
-            start + num_new > positions
-            or num_sequences > max_num_seqs
-            or num_sequences * num_new > max_num_tokens
-            or time.monotonic() > deadline
-        ):
-            continue
-        sequences = [_sequence(start + num_new, runner.block_size) for _ in range(num_sequences)]
-        batch = [ScheduledSequence(s, start, start + num_new, True) for s in sequences]
-        duration = min(_duration(runner, batch) for _ in range(_ROUNDS))
-        attended = num_sequences * num_new * (2 * start + num_new + 1) // 2
-        steps.append(MeasuredStep(num_sequences * num_new, attended, num_sequences, duration))
-    weights = fit(steps)
+    fastest, weights = durations(), None
+    while not weights:
+        if is_early := time.monotonic() < deadline:
+            fastest = [*map(min, fastest, durations())]
+        weights = fit([shape.measured(ns) for shape, ns in zip(shapes, fastest, strict=True)])
+        if not is_early:
+            break
     logger.info(
         f"cost of a step, in picoseconds: {weights or DEFAULT_WEIGHTS}"
         + ("" if weights else "; by default, as the warm-up's steps don't fit")
@@ -49,11 +71,15 @@ def measure_weights(runner: ModelRunner, max_num_seqs: int, max_num_tokens: int)
     return weights or DEFAULT_WEIGHTS
 
 
-def _sequence(num_tokens: int, block_size: int) -> Sequence:
-    """All are in the same blocks, whose content nobody needs yet."""
-    sequence = Sequence(EngineRequest(-1, [0] * num_tokens, max_tokens=1))
-    sequence.block_table = list(range(-(-num_tokens // block_size)))
-    return sequence
+def _batch(runner: ModelRunner, shape: _Shape) -> list[ScheduledSequence]:
+    """All sequences are in the same blocks, whose content nobody needs yet."""
+    end = shape.start + shape.num_new
+    batch = []
+    for _ in range(shape.num_sequences):
+        sequence = Sequence(EngineRequest(-1, [0] * end, max_tokens=1))
+        sequence.block_table = list(range(-(-end // runner.block_size)))
+        batch.append(ScheduledSequence(sequence, shape.start, end, True))
+    return batch
 
 
 def _duration(runner: ModelRunner, batch: list[ScheduledSequence]) -> int:

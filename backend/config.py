@@ -15,6 +15,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 
 
 _Name = Annotated[str, Field(min_length=1)]
+_LineName = Annotated[str, Field(pattern="^[^_]")]  # with _ begin the accounts of the system
 
 
 class ConfigError(ValueError):
@@ -165,7 +166,7 @@ class EngineConfig(BaseModel):
         "line",
         description="whose prompts are measured and reused together: one business line's, or all",
     )
-    business_lines: Annotated[list[_Name], BeforeValidator(_parse_json)] = Field(
+    business_lines: Annotated[list[_LineName], BeforeValidator(_parse_json)] = Field(
         [],
         description='those that metrics tell apart, as JSON: ["search", "ads"]; all others '
         "are counted as 'other'",

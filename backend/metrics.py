@@ -156,6 +156,7 @@ class Metrics:
         self._later(self._waiting.set, stats.num_waiting)
         self._later(self._blocks.set, stats.num_blocks)
         self._later(self._used_blocks.set, stats.num_used_blocks)
+        self._later(self._free_blocks.set, stats.num_blocks - stats.num_used_blocks)
         self._later(self._cached_blocks.set, stats.num_cached_blocks)
         for name, counters in self._engine_counters.items():
             value = attrgetter(name)(stats)
@@ -261,10 +262,12 @@ class Metrics:
         self._used_blocks = self._metric(
             "tritium:kv_blocks_used", "Blocks that requests hold", gauge
         )
+        self._free_blocks = self._metric(
+            "tritium:kv_blocks_free", "Blocks that no request holds", gauge
+        )
         self._cached_blocks = self._metric(
             "tritium:kv_blocks_cached", "Blocks whose content can be found and reused", gauge
         )
-
         self._alive = self._metric("tritium:engine_alive", "1 while the engine can serve", gauge)
         self._ttft = self._histogram("tritium:time_to_first_token_seconds", _TTFT)
         self._tpot = self._histogram("tritium:time_per_output_token_seconds", _TPOT)
