@@ -72,6 +72,38 @@ def test_what_is_mounted_is_there():
     assert {panel["datasource"]["uid"] for panel in PANELS} == {source["uid"]}
 
 
+LABEL = re.compile(r'(\w+)=~?"([^"$]+)"')
+
+
+def used_labels() -> set[tuple[str, str]]:
+    """Names and values that expressions ask metrics for."""
+    expressions = [target["expr"] for panel in PANELS for target in panel["targets"]]
+    expressions += [rule["expr"] for rule in RULES]
+    return {
+        (name, value)
+        for expression in expressions
+        for name, values in LABEL.findall(expression)
+        for value in values.split("|")
+        if name != "job"  # Prometheus's own
+    }
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool on PATH")
+def test_promtool_takes_the_panels(tmp_path):
+    """As rules, with Grafana's variables filled in."""
+    rules = [
+        {
+            "record": f"panel_{panel['id']}_{i}",
+            "expr": target["expr"].replace("$model", ".*").replace("$__rate_interval", "1m"),
+        }
+        for panel in PANELS
+        for i, target in enumerate(panel["targets"])
+    ]
+    path = tmp_path / "panels.yml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
+    subprocess.run(["promtool", "check", "rules", path], check=True, timeout=60)
+
+
 @pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool on PATH")
 def test_promtool_takes_the_rules():
     for arguments in (

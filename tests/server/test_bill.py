@@ -3,6 +3,7 @@
 import json
 import random
 import sqlite3
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,12 +11,18 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
+from backend.serve import TritonServer
 from client.__main__ import main
-from tests.server.harness import Server, collect, complete, send, until, write_model
+from client.ledger import Ledger
+from tests.faults import FAILS, MODEL_PY
+from tests.server.harness import Server, collect, complete, free_ports, send, until, write_model
+from tests.server.test_failures import stubs_of
 
 LINES = ("search", "ads", "mail", "maps", "shop")
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
-NUM_REQUESTS = 100
+NUM_REQUESTS = 200
+# What the ledger calls an error with this code.
+CODES = {"INVALID_ARGUMENT": "invalid_arg", "UNAVAILABLE": "unavailable"}
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +37,10 @@ def model(server, repository, tiny_weights, ledger_path):
         repository,
         "billed",
         model=tiny_weights,
+        dtype="float32",
         max_model_len=512,
         max_num_seqs=8,
+        max_queue_size=16,
         max_num_batched_tokens=64,
         kv_cache_memory=24 * 16 * 2 * 2 * 2 * 16 * 4,  # 24 blocks
         prefix_cache="on",
@@ -40,6 +49,7 @@ def model(server, repository, tiny_weights, ledger_path):
         price_per_hour=3600,
         log_format="json",
     )
+    (repository / "billed/1/model.py").write_text(MODEL_PY)  # steps fail where a seed says so
     with grpcclient.InferenceServerClient(server.grpc_url) as control:
         control.load_model("billed")
         yield "billed"
@@ -57,19 +67,20 @@ def read(ledger_path, table: str) -> list[dict]:
 
 
 class Traffic:
-    """Mixed requests of five lines; some are cancelled, refused, or end by a stop string."""
+    """Mixed requests of five lines, as their clients see them."""
 
     def __init__(self, server: Server, model: str) -> None:
         self._server = server
         self._model = model
         self.output_tokens: Counter[str] = Counter()  # of those that were answered, by line
-        self.outcomes: Counter[str] = Counter()
+        self.cancelled_tokens = 0  # that came before
+        self.outcomes: Counter[str] = Counter()  # as the ledger calls them
 
     def run(self, number: int) -> None:
         rng = random.Random(number)
         line = LINES[number % len(LINES)]
         prompt = "one two three four " * rng.randint(1, 16)
-        sampling = {"temperature": 0, "max_tokens": rng.randint(1, 50), "ignore_eos": True}
+        sampling = {"temperature": 0, "max_tokens": rng.randint(1, 40), "ignore_eos": True}
         options = dict(
             model=self._model,
             stream=True,
@@ -79,21 +90,24 @@ class Traffic:
             return_usage=True,
             return_num_output_tokens=True,
         )
-        if number % 10 == 3:
-            sampling["temperature"] = -1
-        if number % 10 == 5:
-            sampling["max_tokens"] = 300
-            with send(self._server, prompt, **options) as stream:
-                stream.next()
-                stream.cancel()
-            return
-        if number % 10 == 7:
-            sampling["n"] = 2
-            sampling["temperature"] = 1
+        match number % 20:
+            case 1:
+                sampling["temperature"] = -1
+            case 3:
+                sampling["max_tokens"] = 400  # more than all blocks hold
+            case 5 | 15:
+                sampling["max_tokens"] = 300
+                self._cancel(prompt, options)
+                return
+            case 7 | 17:
+                sampling |= {"n": 2, "temperature": 1}
+            case 9 | 10:
+                # Two at once are more than may wait.
+                sampling |= {"n": 8, "temperature": 1, "max_tokens": 4}
         responses = collect(self._server, prompt, **options)
         last = responses[-1]
         if last.error:
-            self.outcomes[last.code] += 1
+            self.outcomes[CODES[last.code]] += 1
             return
         received = sum(int(r.tensors["num_output_tokens"].sum()) for r in responses)
         usage = json.loads(last.string("usage"))
@@ -104,7 +118,19 @@ class Traffic:
         assert usage["peak_kv_bytes"] >= usage["peak_own_kv_bytes"] > 0
         assert usage["kv_block_seconds"] > 0
         self.output_tokens[line] += received
-        self.outcomes["answered"] += 1
+        self.outcomes["length"] += 1
+
+    def _cancel(self, prompt: str, options: dict) -> None:
+        with send(self._server, prompt, **options) as stream:
+            responses = iter(stream)
+            first = next(responses)
+            if first.error:
+                assert not list(responses)  # to the stream's end
+                self.outcomes[CODES[first.code]] += 1
+            else:
+                stream.cancel()
+                self.outcomes["cancelled"] += 1
+                self.cancelled_tokens += int(first.tensors["num_output_tokens"].sum())
 
 
 def test_the_bill_adds_up(server, model, ledger_path, capsys):
@@ -115,6 +141,17 @@ def test_the_bill_adds_up(server, model, ledger_path, capsys):
     until(lambda: len(read(ledger_path, "requests")) == NUM_REQUESTS)
     until(lambda: read(ledger_path, "totals")[-1]["is_quiet"])
     rows, totals = read(ledger_path, "requests"), read(ledger_path, "totals")[-1]
+
+    # Of each kind there was something.
+    outcomes = Counter(row["outcome"] for row in rows)
+    assert outcomes == traffic.outcomes
+    never_fit = outcomes["invalid_arg"] - 10
+    assert never_fit > 0
+    assert outcomes["unavailable"] > 0  # the queue was full
+    assert outcomes["cancelled"] > 0
+    assert outcomes["length"] > 100
+    preemptions = sum(row["preemptions"] for row in rows)
+    assert preemptions > 0
 
     # To the nanosecond, from the file alone.
     lines = sum(row["prefill_ns"] + row["decode_ns"] for row in rows)
@@ -129,16 +166,15 @@ def test_the_bill_adds_up(server, model, ledger_path, capsys):
     assert held == pytest.approx(totals["kv_block_ns"] / 1e9, rel=1e-9)
 
     # Tokens: ledger == clients == metrics.
-    by_outcome = Counter(row["outcome"] for row in rows)
-    assert by_outcome == {"length": 80, "invalid_arg": 10, "cancelled": 10}
-    assert traffic.outcomes == {"answered": 80, "INVALID_ARGUMENT": 10}
     tokens: Counter[str] = Counter()
     for row in rows:
         if row["outcome"] == "length":
             tokens[row["business_line"]] += row["output_tokens"]
     assert tokens == traffic.output_tokens
+    cancelled = [row for row in rows if row["outcome"] == "cancelled"]
+    assert sum(row["output_tokens"] for row in cancelled) >= traffic.cancelled_tokens
+    ran = [row for row in rows if row["output_tokens"]]
     for kind in ("prompt", "cached", "output"):
-        ran = [row for row in rows if row["output_tokens"]]
         expected = sum(row[f"{kind}_tokens"] for row in ran)
         until(lambda kind=kind, n=expected: server.metric(f"{kind}_tokens_total", model) == n)
         for label in (*LINES[:3], "other"):
@@ -146,16 +182,40 @@ def test_the_bill_adds_up(server, model, ledger_path, capsys):
             expected = sum(row[f"{kind}_tokens"] for row in of_line)
             labels = dict(kind=kind, business_line=label)
             assert server.metric("line_tokens_total", model, **labels) == expected
+    for outcome, count in outcomes.items():
+        assert server.metric("requests_total", model, outcome=outcome) == count
+    for reason, count in (("queue_full", outcomes["unavailable"]), ("kv_never_fits", never_fit)):
+        assert server.metric("requests_refused_total", model, reason=reason) == count
+    assert server.metric("preemptions_total", model) == preemptions
     for label in (*LINES[:3], "other"):
         of_line = [row for row in rows if _label(row) == label]
         busy = sum(row["prefill_ns"] + row["decode_ns"] for row in of_line) / 1e9
         counted = server.metric("line_busy_seconds_total", model, business_line=label)
         assert counted == pytest.approx(busy)
+        held = sum(row["kv_block_seconds"] for row in of_line)
+        counted = server.metric("line_kv_block_seconds_total", model, business_line=label)
+        assert counted == pytest.approx(held)
+    for account in ("warmup", "preemption", "overrun"):
+        counted = server.metric("line_busy_seconds_total", model, business_line=f"_{account}")
+        assert counted == pytest.approx(totals[f"{account}_ns"] / 1e9)
     assert any(row["cached_tokens"] and row["saved_ns"] for row in rows)
 
 
 def _label(row: dict) -> str:
     return row["business_line"] if row["business_line"] in LINES[:3] else "other"
+
+
+def test_a_step_that_failed_is_on_an_account_of_the_system(server, model, ledger_path, capsys):
+    (response,) = collect(
+        server, "Hello", model=model, sampling={"seed": FAILS}, business_line="unlucky"
+    )
+    assert response.code == "INTERNAL"
+    row = _row(ledger_path, "unlucky")
+    assert (row["outcome"], row["prefill_ns"], row["decode_ns"]) == ("error", 0, 0)
+    until(lambda: read(ledger_path, "totals")[-1]["fault_ns"] > 0)
+    until(lambda: read(ledger_path, "totals")[-1]["is_quiet"])
+    assert main(["usage", "check", str(ledger_path)]) == 0
+    assert "system: 0 ns" in capsys.readouterr().out
 
 
 def test_usage_waits_for_the_engine_s_last_word(server, model, ledger_path):
@@ -216,3 +276,42 @@ def test_a_trace_id_reaches_ledger_and_log(server, model, ledger_path):
     assert logged["level"] == "info"
     for name in ("key", "request_id", "business_line", "outcome", "output_tokens", "decode_ns"):
         assert logged[name] == row[name]
+
+
+def test_a_killed_stub_loses_at_most_the_last_seconds(tiny_weights, tmp_path, capsys):
+    """On a server of its own: Triton Server 2.51 does not unload such a model."""
+    write_model(
+        tmp_path,
+        "killed",
+        model=tiny_weights,
+        max_model_len=512,
+        kv_cache_memory="8MiB",
+        ledger_path=tmp_path / "ledger",
+    )
+    http, grpc, metrics = free_ports(3)
+    answered: list[float] = []  # when
+    with (tmp_path / "log").open("wb") as log, ThreadPoolExecutor(4) as pool:
+        running = TritonServer(tmp_path, http, grpc, metrics, log=log)
+        running.start()
+        try:
+            running.wait_until_ready(timeout=60)
+            server = Server("", f"localhost:{grpc}", "", tmp_path / "log", running.process.pid)
+
+            def ask() -> None:
+                sampling = {"max_tokens": 20, "ignore_eos": True}
+                while not collect(server, "Hello", model="killed", sampling=sampling)[-1].error:
+                    answered.append(time.monotonic())
+
+            clients = [pool.submit(ask) for _ in range(4)]
+            until(lambda: len(answered) > 4 and answered[-1] - answered[0] > 4)
+            (stub,) = stubs_of(server, "killed")
+            killed = time.monotonic()
+            stub.kill()
+        finally:
+            running.stop(timeout=1)
+    assert all(client.exception() is None for client in clients)
+    (path,) = (tmp_path / "ledger").glob("*.ledger")
+    num_rows = len([*Ledger.read([path]).select("key", "requests")])
+    assert num_rows >= sum(moment < killed - 2 for moment in answered) > 0
+    assert main(["usage", "check", str(path)]) == 0
+    assert "system: 0 ns" in capsys.readouterr().out
