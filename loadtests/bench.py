@@ -11,11 +11,15 @@ lengths forced. A closed loop: `concurrency` requests are in flight, the next on
 ends. The long-tailed workload: 128 requests at once, 90 % of answers 8-32 tokens, 10 % 256.
 
 Each cell is measured once a round, the ways in turns; what is slow and no ratio's subject, once.
+
+The server has a ledger and all its metrics. What they cost is measured in short turns with and
+without them (loadtests/overhead.py): 32 requests at once, answers of 32 tokens.
 """
 
 import argparse
 import os
 import random
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +41,7 @@ from backend.serve import ROOT, TritonServer
 from backend.tokenizer import Tokenizer
 from client import GrpcClient
 from loadtests.model_folder import read_config
+from loadtests.overhead import pairs, serve_billed, verdict
 from loadtests.results import Goal, Result, report, save
 from loadtests.transformers_model import transformers_model
 
@@ -82,6 +87,11 @@ def long_tailed_workload(prompts: Prompts) -> list[Request]:
     lengths = [256] * 13 + [rng.randint(8, 32) for _ in range(115)]
     rng.shuffle(lengths)
     return [Request(*prompts.draw(rng, rng.randint(32, 64)), length) for length in lengths]
+
+
+def overhead_workload(prompts: Prompts) -> list[Request]:
+    rng = random.Random(2)
+    return [Request(*prompts.draw(rng, rng.randint(32, 64)), 32) for _ in range(32)]
 
 
 class Alone:
@@ -235,7 +245,9 @@ def transformers_one_by_one(path: Path, dtype: torch.dtype, requests: list[Reque
     return result
 
 
-def measure(num_single_requests: int, num_rounds: int, log: Path) -> Iterator[Result]:
+def measure(
+    num_single_requests: int, num_rounds: int, num_pairs: int, log: Path
+) -> Iterator[Result]:
     config = read_config()
     path = resolve(config.model)
     prompts = Prompts(Tokenizer(path))
@@ -245,8 +257,10 @@ def measure(num_single_requests: int, num_rounds: int, log: Path) -> Iterator[Re
     alone = Alone(config, runner)
     with (
         log.open("wb") as output,
-        TritonServer(http_port=8100, grpc_port=8101, metrics_port=8102, log=output) as server,
+        tempfile.TemporaryDirectory() as directory,
+        serve_billed(Path(directory), output) as billed,
     ):
+        server = billed.server
         served(server, uniform[:2], 2)  # warm
         for i in range(num_rounds):
             for concurrency in CONCURRENCY:
@@ -263,6 +277,8 @@ def measure(num_single_requests: int, num_rounds: int, log: Path) -> Iterator[Re
                 alone.static(long_tailed, STATIC_BATCH),
             ):
                 yield replace(result, workload="long-tailed", round=i)
+        short = overhead_workload(prompts)
+        yield from pairs(billed, lambda: served(server, short, len(short)), num_pairs)
     # An order of magnitude slower than all else: once.
     yield transformers_one_by_one(path, runner.model.dtype, uniform[:num_single_requests])
 
@@ -284,17 +300,19 @@ def main() -> None:
         "--single-requests", type=int, default=8, help="how many of the 64 at concurrency 1"
     )
     parser.add_argument("--rounds", type=int, default=3, help="how often each cell is measured")
+    parser.add_argument("--pairs", type=int, default=20, help="of turns with and without the bill")
     parser.add_argument("--output", type=Path, default=ROOT / "results/bench.json")
     options = parser.parse_args()
     options.output.parent.mkdir(exist_ok=True)
     console = Console()
     results: list[Result] = []
     log = options.output.with_suffix(".log")
-    for result in measure(options.single_requests, options.rounds, log):
+    for result in measure(options.single_requests, options.rounds, options.pairs, log):
         results.append(result)
         save(options.output, results)
         console.print(*result.cell, f"{result.tokens_per_second:.1f} tokens/s")
     report(console, results, goals())
+    console.print(verdict(results), highlight=False)
 
 
 if __name__ == "__main__":

@@ -27,11 +27,14 @@ def read_config() -> EngineConfig:
 
 
 @contextmanager
-def serve_with(parameters: Mapping[str, object], log: Any) -> Iterator[TritonServer]:
+def serve_with(
+    parameters: Mapping[str, object], log: Any, model_py: str | None = None
+) -> Iterator[TritonServer]:
     """A running server whose model, smollm2, has other parameters.
 
     Args:
         log: File that takes the server's output.
+        model_py: In place of the folder's own.
     """
     config = _model_config()
     for name, value in parameters.items():
@@ -40,7 +43,7 @@ def serve_with(parameters: Mapping[str, object], log: Any) -> Iterator[TritonSer
         folder = Path(repository) / "smollm2"
         (folder / "1").mkdir(parents=True)
         (folder / "config.pbtxt").write_text(text_format.MessageToString(config))
-        (folder / "1/model.py").write_text((_FOLDER / "1/model.py").read_text())
+        (folder / "1/model.py").write_text(model_py or (_FOLDER / "1/model.py").read_text())
         http, grpc, metrics = _free_ports(3)
         with TritonServer(Path(repository), http, grpc, metrics, log=log) as server:
             yield server

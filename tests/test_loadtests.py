@@ -5,9 +5,11 @@ import json
 import pytest
 
 from loadtests.curve import points
+from loadtests.overhead import Billed, pairs, switched, verdict
 from loadtests.peers.closed_loop import stepwise
 from loadtests.peers.jobs import PeerError, result_of, write_job
 from loadtests.results import Goal, Ratio, Result, goal_line, load, ratio, save
+from loadtests.statistics import median_interval
 
 # -- results: rounds and ratios --
 
@@ -50,6 +52,52 @@ def test_results_survive_their_file(tmp_path):
     results = [result("ours", 0, 100), result("theirs", 1, 50)]
     save(tmp_path / "results.json", results)
     assert load(tmp_path / "results.json") == results
+
+
+# -- what the bill costs --
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def add(self, value: int) -> None:
+        self.told.append(value)
+
+
+def test_turns_are_with_the_bill_and_without(tmp_path):
+    off = tmp_path / "off"
+    recorder = switched(Recorder, str(off), "add")()
+    turns = iter(range(6))
+
+    def run() -> Result:
+        recorder.add(turn := next(turns))
+        return result("", 0, 100 + turn)
+
+    results = list(pairs(Billed(None, tmp_path, off), run, 3))
+    assert [r.way for r in results] == ["no bill", "bill", "bill", "no bill", "no bill", "bill"]
+    assert [r.round for r in results] == [0, 0, 1, 1, 2, 2]
+    assert recorder.told == [1, 2, 5]
+    assert not off.exists()
+
+
+def test_a_verdict_is_of_pairs():
+    def told(*ratios: float) -> str:
+        results = []
+        for i, share in enumerate(ratios):
+            for way, speed in (("bill", share * 100), ("no bill", 100)):
+                results.append(Result(way, 32, "bill", i, num_tokens=int(speed * 10), seconds=10))
+        return verdict(results)
+
+    assert "3 pairs: 1.000 (95 % sure: 0.990 to 1.020; wanted >= 0.99)" in told(1.02, 0.99, 1.0)
+    assert "MISSED" not in told(1.02, 0.99, 1.0)
+    assert "0.980" in told(0.98) and "MISSED" in told(0.98)
+
+
+def test_a_median_is_known_by_ranks():
+    assert median_interval([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0)
+    assert median_interval(range(1, 11)) == (5.5, 2, 9)  # 1 - 2 * 11 / 1024 of all cases
+    assert median_interval(range(1, 41)) == (20.5, 14, 27)
 
 
 # -- peers: jobs and answers --

@@ -1,0 +1,52 @@
+"""What sharing a step's time costs the engine's thread, and what part of a step that is.
+
+    python -m benchmarks.bill_cost
+
+Decoding sequences of 1,024 tokens. Against two steps: of SmolLM2-135M on 2 cores, as measured
+(docs/results.md), and of an 8B model on an H200 that can't be shorter (benchmarks/roofline.py).
+"""
+
+import statistics
+import time
+
+from backend.models import ModelConfig
+from backend.scheduler import ScheduledSequence
+from backend.sequence import EngineRequest, Sequence
+from backend.usage import BusyTime
+from benchmarks.models import LLAMA_3_1_8B
+from benchmarks.roofline import H200, Step, step_seconds
+
+LLAMA = ModelConfig.from_hf(LLAMA_3_1_8B())
+CONTEXT, ROUNDS = 1024, 2000
+
+
+def main() -> None:
+    for num_sequences in (1, 32, 256):
+        own = _seconds(num_sequences)
+        cpu = 0.0156 + 0.00071 * num_sequences
+        gpu = step_seconds(LLAMA, Step(num_sequences, 1, CONTEXT), H200)
+        print(
+            f"{num_sequences:4} sequences: {own * 1e6:6.1f} us; {own / cpu:.3%} of a step on CPU, "
+            f"{own / gpu:.2%} of one on an H200"
+        )
+
+
+def _seconds(num_sequences: int) -> float:
+    """Of a step's bill."""
+    busy_time = BusyTime()
+    sequences = [
+        Sequence(EngineRequest(i, [7] * CONTEXT, max_tokens=8)) for i in range(num_sequences)
+    ]
+    for sequence in sequences:
+        sequence.token_ids.append(7)  # it decodes
+    batch = [ScheduledSequence(s, CONTEXT, CONTEXT + 1, True) for s in sequences]
+    seconds = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        busy_time.end_step(busy_time.shares(batch))
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+if __name__ == "__main__":
+    main()
