@@ -29,12 +29,14 @@ def read_metrics(url: str, model: str) -> dict[str, float]:
 
 
 def read_ledger(path: Path) -> dict[str, float]:
-    """Tokens of all requests in a ledger, by the counters' names with `ledger_` before them.
+    """Tokens of requests in a ledger, by the counters' names with `ledger_` before them.
+
+    As the counters do, it leaves out those that were refused or left before their first token.
 
     Raises:
         LedgerError: it can't be read.
     """
-    rows = Ledger.read([path]).requests
+    rows = list(Ledger.read([path]).select(", ".join(TOKENS), "requests", "AND output_tokens > 0"))
     return {f"ledger_{kind}": sum(row[kind] for row in rows) for kind in TOKENS}
 
 
