@@ -62,6 +62,8 @@ FRONT = [
     "output",
     "protocol",
     "front",
+    "input_processor",
+    "output_thread",
     "tokenizer",
     "sampling_params",
     "structured",
@@ -178,7 +180,8 @@ def test_the_text_side_knows_nothing_of_blocks(module):
 
 def test_the_front_reaches_the_engine_only_through_its_door():
     inner = {f"backend.{name}" for name in ENGINE if name not in ("engine", "sequence", "usage")}
-    assert not imports(BACKEND / "front.py") & inner
+    for module in ("front", "input_processor", "output_thread"):
+        assert not imports(BACKEND / f"{module}.py") & inner
 
 
 @pytest.mark.parametrize("module", ["trtllm", "trtllm_model"])

@@ -134,6 +134,19 @@ def test_an_interactive_request_does_not_wait_for_offline_ones_that_run(server):
     until(lambda: server.metric("preemptions_total", "cramped") == before + 1)
 
 
+def test_clients_that_do_not_read_hold_up_nobody_and_lose_nothing(server):
+    options = dict(model="cramped", sampling=LONG, stream=True, return_num_output_tokens=True)
+    silent = [send(server, f"Tell {i}", **options) for i in "ab"]  # both places
+    (answer,) = collect(server, "Quick", model="cramped", sampling=SHORT)
+    assert not answer.error
+    until(lambda: server.metric("kv_blocks_used", "cramped") == 0)
+    for stream in silent:
+        responses = list(stream)
+        assert not responses[-1].error
+        counts = [r.tensors["num_output_tokens"].item() for r in responses if r.tensors]
+        assert sum(counts) == LONG["max_tokens"]
+
+
 # -- a KV cache of a tenth of what is wanted --
 
 CAP = 2
