@@ -195,6 +195,11 @@ class EngineConfig(BaseModel):
     drain_seconds: float = Field(
         10.0, ge=0, description="how long running requests may go on when the model is unloaded"
     )
+    exit_on_crash: bool = Field(
+        True,
+        description="whether Triton Server is ended when this model's process is killed, since it "
+        "would leave clients waiting",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "EngineConfig":

@@ -78,6 +78,7 @@ class Front:
         self._compiling: dict[int, _Accepted] = {}
         self._compiling_ids = count()
         self._compiling_lock = threading.Lock()
+        self._is_stopped = False
         outputs: Outputs = queue.SimpleQueue()
         self._engine = Engine(config, runner, outputs.put, busy_time, outputs.put)
         self._output_thread = OutputThread(
@@ -126,7 +127,13 @@ class Front:
             self._submit(accepted)
 
     def stop(self) -> None:
-        """Let running requests end for `drain_seconds`, then end what is left with an error."""
+        """Let running requests end for `drain_seconds`, then end what is left with an error.
+
+        Does nothing the second time.
+        """
+        if self._is_stopped:
+            return
+        self._is_stopped = True
         self._engine.stop(self._drain_seconds)
         with self._compiling_lock:
             compiling = list(self._compiling.values())

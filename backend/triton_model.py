@@ -53,10 +53,12 @@ class TritonPythonModel:
         from backend.billing import Billing
         from backend.calibration import measure_weights
         from backend.front import Front
+        from backend.guardian import Guardian
         from backend.ledger import Ledger
         from backend.metrics import Metrics
         from backend.model_runner import ModelRunner
         from backend.models.loader import resolve
+        from backend.server_watch import ServerWatch
         from backend.structured import GrammarCompiler
         from backend.tokenizer import Tokenizer
         from backend.usage import BusyTime
@@ -120,6 +122,9 @@ class TritonPythonModel:
             billing,
             busy_time,
         )
+        name, version = args["model_name"], args["model_version"]
+        self._watch = ServerWatch(name, version, self._front.stop)
+        self._guardian = Guardian(name) if config.exit_on_crash else None
         logger.info(
             f"{args['model_name']}: {runner.model.dtype} on {runner.device}, KV cache of "
             f"{runner.num_blocks} blocks of {runner.block_size} tokens "
@@ -157,6 +162,9 @@ class TritonPythonModel:
         return self._front.is_ready()
 
     def finalize(self) -> None:
+        if self._guardian:
+            self._guardian.dismiss()
+        self._watch.stop()
         self._front.stop()
         self._metrics.close()
         if self._ledger:
