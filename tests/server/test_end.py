@@ -1,0 +1,120 @@
+"""How it ends while streams are open: an unloaded model, a stopped server, a killed process."""
+
+import sqlite3
+import time
+
+import psutil
+import pytest
+import tritonclient.grpc as grpcclient
+
+from backend.serve import TritonServer
+from client import GenerationError, GrpcClient
+from tests.server.harness import free_ports, until, write_model
+
+ENDLESS = {"max_tokens": 2000, "ignore_eos": True, "temperature": 0}
+PARAMETERS = {
+    "dtype": "float32",
+    "max_model_len": 2048,
+    "max_num_seqs": 8,
+    "kv_cache_memory": "64MiB",
+    "drain_seconds": 0.5,
+}
+
+
+@pytest.fixture
+def models(tmp_path):
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def start(models, tmp_path):
+    """Starts a server of its own with these models; (server, client's address)."""
+    servers = []
+
+    def start(*names: str) -> tuple[TritonServer, str]:
+        ports = free_ports(3)
+        with (tmp_path / "server.log").open("wb") as log:
+            arguments = ["--model-control-mode=explicit", *(f"--load-model={n}" for n in names)]
+            servers.append(TritonServer(models, *ports, arguments, log=log))
+            servers[-1].start()
+        servers[-1].wait_until_ready(timeout=60)
+        time.sleep(1)  # until its models have seen that it is ready
+        return servers[-1], f"localhost:{ports[1]}"
+
+    yield start
+    for server in servers:
+        server.stop(timeout=5)
+
+
+def streams(address: str, model: str, number: int = 3):
+    found = [GrpcClient(address, model).stream("Go on", sampling=ENDLESS) for _ in range(number)]
+    for stream in found:
+        next(stream)
+    return found
+
+
+def error_of(stream) -> GenerationError:
+    with pytest.raises(GenerationError) as caught:
+        list(stream)
+    return caught.value
+
+
+def test_what_a_stopped_server_has_left_ends_with_an_error_behind_drain_seconds(
+    start, models, tiny_weights, tmp_path
+):
+    ledger = tmp_path / "ledger"
+    write_model(models, "m", model=tiny_weights, ledger_path=ledger, **PARAMETERS)
+    server, address = start("m")
+    running = streams(address, "m")
+    server.process.terminate()
+    for stream in running:
+        error = error_of(stream)
+        assert (error.code, error.message) == ("UNAVAILABLE", "the model is shutting down")
+    assert server.process.wait(20) == 0
+    (file,) = ledger.glob("*.ledger")
+    rows = sqlite3.connect(file).execute("SELECT outcome FROM requests").fetchall()
+    assert rows == [("shutdown",)] * 3
+
+
+def test_so_does_what_an_unloaded_model_has_left(start, models, tiny_weights):
+    for name in ("leaves", "stays"):
+        write_model(models, name, model=tiny_weights, **PARAMETERS)
+    _, address = start("leaves", "stays")
+    staying = streams(address, "stays", 1)[0]
+    running = streams(address, "leaves")
+    with grpcclient.InferenceServerClient(address) as control:
+        control.unload_model("leaves")
+    for stream in running:
+        assert error_of(stream).message == "the model is shutting down"
+    assert next(staying)
+    staying.cancel()
+
+
+def stub_of(server: TritonServer, model: str) -> psutil.Process:
+    processes = psutil.Process(server.process.pid).children()
+    (stub,) = [p for p in processes if any(f"/{model}/" in word for word in p.cmdline())]
+    return stub
+
+
+def test_a_server_whose_stub_is_killed_ends_and_so_do_the_streams(start, models, tiny_weights):
+    write_model(models, "m", model=tiny_weights, **PARAMETERS)
+    server, address = start("m")
+    running = streams(address, "m")
+    stub_of(server, "m").kill()
+    for stream in running:
+        assert error_of(stream).code == "UNAVAILABLE"
+    assert server.process.wait(20) != 0
+
+
+def test_or_goes_on_with_its_other_models(start, models, tiny_weights):
+    for name in ("killed", "other"):
+        write_model(models, name, model=tiny_weights, exit_on_crash="false", **PARAMETERS)
+    server, address = start("killed", "other")
+    stub_of(server, "killed").kill()
+    client = GrpcClient(address, "other")
+    assert client.generate("Go on", sampling={"max_tokens": 4, "ignore_eos": True}).text
+    with grpcclient.InferenceServerClient(address) as control:
+        control.load_model("killed")
+    client = GrpcClient(address, "killed")
+    assert client.generate("Go on", sampling={"max_tokens": 4, "ignore_eos": True}).text
+    until(lambda: server.process.poll() is None)
