@@ -22,6 +22,7 @@ from locust.env import Environment
 from locust.runners import WorkerRunner
 from rich.console import Console
 
+import backend.tokenizer  # noqa: F401 -- takes seconds: once, before locust forks
 from backend.serve import ROOT
 from loadtests.replay.metrics import Scraper
 from loadtests.replay.options import (

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from backend.models.loader import resolve
-from backend.tokenizer import Tokenizer
 from loadtests.replay.plan import Plan
 from loadtests.replay.processes import Target
 from loadtests.replay.run import Slo
@@ -74,6 +72,9 @@ def read_tokenizer(model: str) -> str:
     Raises:
         OSError, ValueError: it is not there.
     """
+    from backend.models.loader import resolve  # torch and transformers: seconds, and only here
+    from backend.tokenizer import Tokenizer
+
     return Tokenizer(resolve(model)).to_json()
 
 
