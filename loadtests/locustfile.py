@@ -35,9 +35,11 @@ from loadtests.replay.options import (
     slo_of,
     target_of,
 )
-from loadtests.replay.processes import dispatcher, new_run
+from loadtests.replay.processes import ReplayError, dispatcher, new_run
 from loadtests.replay.run import Health, Record
 from loadtests.report.page import print_summaries, write_report
+
+_FAILED = -1.0
 
 
 class _Shared:
@@ -69,7 +71,15 @@ class ReplayUser(User):
 
     @task
     def replay(self) -> None:
-        """Send all requests at their times."""
+        """Send all requests at their times; where that fails, end the test in all processes."""
+        try:
+            _healths.append(self._replay())
+        except Exception:
+            _Shared.start.value = _FAILED
+            _healths.append(Health(0.0, 0.0))
+            raise
+
+    def _replay(self) -> Health:
         # gRPC waits inside its C core, where gevent cannot see it: without this the first stream
         # would stop every other one. It comes before the first channel, and behind locust's fork.
         grpc_gevent.init_gevent()
@@ -88,7 +98,9 @@ class ReplayUser(User):
                 _Shared.start.value = time.perf_counter() + 0.5
         while not _Shared.start.value:
             time.sleep(0.05)
-        _healths.append(sending.run(_Shared.start.value))
+        if _Shared.start.value == _FAILED:
+            raise ReplayError("another process of the client failed")
+        return sending.run(_Shared.start.value)
 
     def _record_ended(self, record: Record) -> None:
         if self._test != _Shared.num_tests.value:
@@ -154,7 +166,9 @@ _scrapers: list[Scraper] = []
 
 @events.test_start.add_listener
 def begin(environment: Environment, **_: Any) -> None:
-    """Watch the server."""
+    """Forget what came late of an earlier test, and watch the server."""
+    _records.clear()
+    _healths.clear()
     if isinstance(environment.runner, WorkerRunner):
         return
     _Shared.num_ready.value, _Shared.start.value = 0, 0.0

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import threading
 import time
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from backend.trace import TraceRequest
 from client import ConnectionLost, Delta, GenerationError, GenerationStream
 from client.types import Usage
 from loadtests.replay.dispatch import Dispatcher
+from loadtests.replay.metrics import read_ledger
 from loadtests.replay.plan import Plan, Planned
 from loadtests.replay.prompts import JsonVocabulary, Prompts
 from loadtests.replay.run import Health, Record, Run, Sample, Slo, load_run
@@ -24,6 +26,7 @@ from loadtests.report.summary import Distribution, summarize
 from loadtests.roundtrip import compare
 from loadtests.traces.describe import describe
 from loadtests.traces.format import check, write_trace
+from tests.test_ledger import ROW, make_ledger
 
 TRACE = [
     TraceRequest(0, 700, 20, [1, 2], session_id="a"),
@@ -344,6 +347,19 @@ def test_counts_are_compared_with_the_server_s_and_the_ledger_s():
         ("cached_tokens", 0, None, None, True),
         ("output_tokens", 10, 10, 9, False),
     ]
+
+
+def test_a_ledger_s_tokens_are_those_of_requests_that_ran(tmp_path):
+    ledger = make_ledger(tmp_path)
+    ledger.add(ROW)
+    ledger.add(replace(ROW, key="s/1", cached_tokens=2))
+    ledger.add(replace(ROW, key="s/2", outcome="expired", prompt_tokens=100, output_tokens=0))
+    ledger.close()
+    assert read_ledger(tmp_path) == {
+        "ledger_prompt_tokens": 14,
+        "ledger_cached_tokens": 2,
+        "ledger_output_tokens": 6,
+    }
 
 
 def test_the_bill_of_each_line():

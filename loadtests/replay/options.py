@@ -1,7 +1,7 @@
 """The options of a replay, on our command line and on locust's."""
 
 import secrets
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,18 @@ def add_target_options(parser: Any) -> None:
         help="of the prompts' words; default: new ones, which no cache of the server has",
     )
     parser.add_argument(
-        "--ledger", default="", help="its directory, where it is on this machine: also counted"
+        "--ledger",
+        type=_directory,
+        default="",
+        help="its directory, where it is on this machine: also counted",
     )
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for an answer")
+
+
+def _directory(text: str) -> str:
+    if not Path(text).is_dir():
+        raise ArgumentTypeError(f"there is no directory {text}")
+    return text
 
 
 def plan_of(options: Namespace, rate: float) -> Plan:

@@ -183,6 +183,21 @@ def test_under_locust(locust, tmp_path):
     assert result.returncode == bool(summarize(run).invalid)
 
 
+def test_under_locust_without_a_server(locust):
+    """It ends, and says why."""
+    result = subprocess.run(
+        [*locust, "--headless", "--processes=2", f"--url=localhost:{free_ports(1)[0]}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "ConnectionLost: UNAVAILABLE: localhost:" in result.stderr
+    assert "INVALID: only 0 of 30 requests ended" in result.stdout
+
+
 def test_in_locust_s_web_ui(locust, tmp_path):
     """Started twice by its button; the second run finds nothing of the first in the cache."""
     [port] = free_ports(1)
