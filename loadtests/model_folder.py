@@ -36,17 +36,24 @@ def serve_with(
         log: File that takes the server's output.
         model_py: In place of the folder's own.
     """
-    config = _model_config()
-    for name, value in parameters.items():
-        config.parameters[name].string_value = str(value)
     with tempfile.TemporaryDirectory() as repository:
-        folder = Path(repository) / "smollm2"
-        (folder / "1").mkdir(parents=True)
-        (folder / "config.pbtxt").write_text(text_format.MessageToString(config))
-        (folder / "1/model.py").write_text(model_py or (_FOLDER / "1/model.py").read_text())
+        lay_out(Path(repository), parameters, model_py)
         http, grpc, metrics = _free_ports(3)
         with TritonServer(Path(repository), http, grpc, metrics, log=log) as server:
             yield server
+
+
+def lay_out(
+    repository: Path, parameters: Mapping[str, object], model_py: str | None = None
+) -> None:
+    """A model repository with the project's model, smollm2, and other parameters."""
+    config = _model_config()
+    for name, value in parameters.items():
+        config.parameters[name].string_value = str(value)
+    folder = repository / "smollm2"
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(text_format.MessageToString(config))
+    (folder / "1/model.py").write_text(model_py or (_FOLDER / "1/model.py").read_text())
 
 
 def _model_config() -> model_config_pb2.ModelConfig:

@@ -58,7 +58,11 @@ class Billed(NamedTuple):
 @contextmanager
 def serve_billed(directory: Path, log: Any) -> Iterator[Billed]:
     ledger, off = directory / "ledger", directory / "off"
-    parameters = {"ledger_path": ledger, "REPORT_CUSTOM_METRICS": "true"}
+    parameters = {
+        "ledger_path": ledger,
+        "REPORT_CUSTOM_METRICS": "true",
+        "prefix_cache": "off",  # the same prompts come again, and are to be computed again
+    }
     with serve_with(parameters, log, _MODEL_PY.format(off=str(off))) as server:
         yield Billed(server, ledger, off)
 

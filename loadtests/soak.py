@@ -38,7 +38,7 @@ MAX_TOKENS = 32
 LIMITS: dict[str, Any] = {
     # An answer must be the same in any company: to the bit by the C operations, nearly in float32.
     "dtype": "auto" if cpu.library() else "float32",
-    "kv_cache_memory": "48MiB",  # some are preempted
+    "kv_cache_memory": "24MiB",  # some are preempted
     "max_num_seqs": 16,
     "max_queue_size": 64,
     "max_queue_delay_ms": 300_000,

@@ -17,6 +17,7 @@ from backend.models.loader import resolve
 from backend.serve import TritonServer
 from client import GenerationError
 from loadtests.bench import Alone, Request, read_config, served
+from loadtests.model_folder import lay_out
 from loadtests.peers import model_files
 from loadtests.peers.jobs import Peer, PeerError, Workloads
 from loadtests.results import Result
@@ -178,7 +179,11 @@ def started(
         return Server("vllm backend", workloads, folder / "vllm-backend.log", server)
 
     def ours() -> Way:
-        server = TritonServer(http_port=port, grpc_port=port + 1, metrics_port=port + 2)
+        repository = folder / "ours"
+        shutil.rmtree(repository, ignore_errors=True)  # of an earlier run
+        # The same prompts come again, and all are to compute them again.
+        lay_out(repository, {"prefix_cache": "off"})
+        server = TritonServer(repository, port, port + 1, port + 2)
         return Server("server", workloads, folder / "server.log", server)
 
     makers: dict[str, Callable[[], Way]] = {
