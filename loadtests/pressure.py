@@ -92,7 +92,7 @@ def serving(**parameters: Any) -> Iterator[GrpcClient]:
         yield client
 
 
-def burst(max_num_seqs: int = 16, max_queue_size: int = 32) -> Table:
+def burst(max_num_seqs: int = 8, max_queue_size: int = 16) -> Table:
     table = _table(
         "burst: 10 x max_queue_size, all at once and 125/s",
         *("over, s", "accepted", "refused", "refused after, ms: p50, p99, max"),

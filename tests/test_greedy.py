@@ -12,8 +12,10 @@ def make_engine(runner, **changes) -> Engine:
 
 
 def test_alone(runner, prompt_token_ids, greedy_token_ids):
+    """Every third one, and the long one, which is the last."""
     engine = make_engine(runner)
-    for token_ids, expected in zip(prompt_token_ids, greedy_token_ids, strict=True):
+    pairs = list(zip(prompt_token_ids, greedy_token_ids, strict=True))
+    for token_ids, expected in [*pairs[::3], pairs[-1]]:
         assert generate(engine, [token_ids]) == [expected]
 
 
