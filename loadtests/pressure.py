@@ -5,6 +5,7 @@
 - mixed: 32 offline streams without end, and an interactive request every 200 ms.
 - long: a prompt of 6,000 tokens among 16 streams, with budgets of a step from small to one that
   takes the prompt whole.
+- unread: 16 streams that nobody reads. What does the server keep, do others notice?
 - tight: 64 requests with a tenth of the KV cache that they want, and with all of it, in float32.
 
 Times are those of the clients, which share the machine with the server.
@@ -21,10 +22,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import psutil
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from backend.serve import TritonServer
 from client import GenerationError, GrpcClient, Usage
 from loadtests.model_folder import serve_with
 from loadtests.statistics import percentile
@@ -86,10 +89,14 @@ def ask(
 def serving(**parameters: Any) -> Iterator[GrpcClient]:
     """A client of a server with these limits, warmed up."""
     with open(os.devnull, "wb") as log, serve_with(parameters, log) as server:
-        client = GrpcClient(f"localhost:{server.grpc_port}", model="smollm2")
-        for _ in range(3):
-            ask(client, prompt(64), 8)
-        yield client
+        yield warm_client(server)
+
+
+def warm_client(server: TritonServer) -> GrpcClient:
+    client = GrpcClient(f"localhost:{server.grpc_port}", model="smollm2")
+    for _ in range(3):
+        ask(client, prompt(64), 8)
+    return client
 
 
 def burst(max_num_seqs: int = 8, max_queue_size: int = 16) -> Table:
@@ -211,6 +218,36 @@ def long(budgets: tuple[int, ...] = (128, 512, 2048, 8192)) -> Table:
     return table
 
 
+def unread(num_streams: int = 16, num_tokens: int = 500, num_readers: int = 8) -> Table:
+    table = _table(
+        f"unread: {num_streams} streams of {num_tokens} tokens beside {num_readers} that are read",
+        *("the others are", "TPOT of the readers, ms: p50", "server's memory, kB a token"),
+    )
+    sampling = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
+    with open(os.devnull, "wb") as log, serve_with({"max_num_seqs": 32}, log) as server:
+        client = warm_client(server)
+        assert server.process
+        process = psutil.Process(server.process.pid)
+        for reads in (True, False):
+            before = process.memory_info().rss
+            others = [client.stream(prompt(64, i), sampling=sampling) for i in range(num_streams)]
+            with ThreadPoolExecutor(num_readers + num_streams) as pool:
+                reading = [pool.submit(list, stream) for stream in others if reads]
+                results = list(
+                    pool.map(lambda i: ask(client, prompt(64, i), num_tokens), range(num_readers))
+                )
+                growth = process.memory_info().rss - before
+                lengths = [future.result() for future in reading] or [list(o) for o in others]
+            for deltas in lengths:
+                assert sum(delta.num_output_tokens for delta in deltas) == num_tokens
+            table.add_row(
+                "read" if reads else "not read until the end",
+                f"{percentile([result.tpot for result in results], 50) * 1e3:.0f}",
+                f"{growth / 1e3 / (num_streams * num_tokens):.2f}",
+            )
+    return table
+
+
 def tight(num_requests: int = 64, num_tokens: int = 96) -> Table:
     table = _table(
         f"tight: {num_requests} requests, {num_tokens} tokens of answer each, one in four 16",
@@ -260,7 +297,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def main() -> None:
-    parts = {function.__name__: function for function in (burst, mixed, long, tight)}
+    parts = {function.__name__: function for function in (burst, mixed, long, unread, tight)}
     parser = argparse.ArgumentParser(prog="python -m loadtests.pressure", description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*parts, []], default=list(parts))
     for name in parser.parse_args().parts:
