@@ -12,8 +12,7 @@ ends. The long-tailed workload: 128 requests at once, 90 % of answers 8-32 token
 
 Each cell is measured once a round, the ways in turns; what is slow and no ratio's subject, once.
 
-The server has a ledger and all its metrics. What they cost is measured in short turns with and
-without them (loadtests/overhead.py): 32 requests at once, answers of 32 tokens.
+Last, the server with ledger and metrics beside itself without them (loadtests/overhead.py).
 """
 
 import argparse
@@ -41,7 +40,7 @@ from backend.serve import ROOT, TritonServer
 from backend.tokenizer import Tokenizer
 from client import GrpcClient
 from loadtests.model_folder import read_config
-from loadtests.overhead import pairs, serve_billed, verdict
+from loadtests.overhead import read_turns, serve_in_turns, verdict
 from loadtests.results import Goal, Result, report, save
 from loadtests.transformers_model import transformers_model
 
@@ -89,9 +88,11 @@ def long_tailed_workload(prompts: Prompts) -> list[Request]:
     return [Request(*prompts.draw(rng, rng.randint(32, 64)), length) for length in lengths]
 
 
-def overhead_workload(prompts: Prompts) -> list[Request]:
+def short_workload(prompts: Prompts) -> list[Request]:
     rng = random.Random(2)
-    return [Request(*prompts.draw(rng, rng.randint(32, 64)), 32) for _ in range(32)]
+    return [
+        Request(*prompts.draw(rng, rng.randint(32, 64)), rng.randint(16, 48)) for _ in range(96)
+    ]
 
 
 class Alone:
@@ -245,9 +246,7 @@ def transformers_one_by_one(path: Path, dtype: torch.dtype, requests: list[Reque
     return result
 
 
-def measure(
-    num_single_requests: int, num_rounds: int, num_pairs: int, log: Path
-) -> Iterator[Result]:
+def measure(num_single_requests: int, num_rounds: int, log: Path) -> Iterator[Result]:
     config = read_config()
     path = resolve(config.model)
     prompts = Prompts(Tokenizer(path))
@@ -257,10 +256,8 @@ def measure(
     alone = Alone(config, runner)
     with (
         log.open("wb") as output,
-        tempfile.TemporaryDirectory() as directory,
-        serve_billed(Path(directory), output) as billed,
+        TritonServer(http_port=8100, grpc_port=8101, metrics_port=8102, log=output) as server,
     ):
-        server = billed.server
         served(server, uniform[:2], 2)  # warm
         for i in range(num_rounds):
             for concurrency in CONCURRENCY:
@@ -277,10 +274,19 @@ def measure(
                 alone.static(long_tailed, STATIC_BATCH),
             ):
                 yield replace(result, workload="long-tailed", round=i)
-        short = overhead_workload(prompts)
-        yield from pairs(billed, lambda: served(server, short, len(short)), num_pairs)
     # An order of magnitude slower than all else: once.
     yield transformers_one_by_one(path, runner.model.dtype, uniform[:num_single_requests])
+
+
+def measure_bill(seconds: float, log: Path) -> str:
+    """What the bill costs, in one line; where requests are short, so that many are billed."""
+    requests = short_workload(Prompts(Tokenizer(resolve(read_config().model))))
+    with log.open("wb") as output, tempfile.TemporaryDirectory() as directory:
+        with serve_in_turns(Path(directory), output) as (server, turns):
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                served(server, requests, 32)
+        return verdict(read_turns(turns))
 
 
 def goals() -> list[Goal]:
@@ -300,19 +306,20 @@ def main() -> None:
         "--single-requests", type=int, default=8, help="how many of the 64 at concurrency 1"
     )
     parser.add_argument("--rounds", type=int, default=3, help="how often each cell is measured")
-    parser.add_argument("--pairs", type=int, default=20, help="of turns with and without the bill")
+    parser.add_argument("--bill-seconds", type=float, default=120, help="for what the bill costs")
     parser.add_argument("--output", type=Path, default=ROOT / "results/bench.json")
     options = parser.parse_args()
     options.output.parent.mkdir(exist_ok=True)
     console = Console()
     results: list[Result] = []
     log = options.output.with_suffix(".log")
-    for result in measure(options.single_requests, options.rounds, options.pairs, log):
+    for result in measure(options.single_requests, options.rounds, log):
         results.append(result)
         save(options.output, results)
         console.print(*result.cell, f"{result.tokens_per_second:.1f} tokens/s")
     report(console, results, goals())
-    console.print(verdict(results), highlight=False)
+    log = options.output.with_name("bench-bill.log")
+    console.print(measure_bill(options.bill_seconds, log), highlight=False)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Whether the bill is neutral and what it costs, through a real Triton Server and the real model.
 
 1. Neutrality: two lines with the same traffic, a line with twice as much, and the same traffic in
-   four orders of arrival. Read from the ledger, which must add up to the nanosecond.
-2. Overhead: tokens/s with ledger and metrics over those without, in turns of a few seconds. This is
+   four orders of arrival, 8 requests at once. Read from the ledger, which must add up to the
+   nanosecond. Other requests come before and behind, so that nobody has the device to itself.
+2. Overhead: the speed with ledger and metrics over that without (loadtests/overhead.py). This is
    in `make bench`, too.
 """
 
@@ -10,6 +11,7 @@ import argparse
 import random
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,47 +19,56 @@ from pathlib import Path
 from rich.console import Console
 
 from backend.models.loader import resolve
+from backend.serve import TritonServer
 from backend.tokenizer import Tokenizer
 from client import GrpcClient
 from client.ledger import Ledger
 from client.usage import Report
-from loadtests.bench import Prompts, overhead_workload, read_config, served
-from loadtests.overhead import Billed, pairs, serve_billed, verdict
+from loadtests.bench import Prompts, measure_bill
+from loadtests.model_folder import read_config, serve_with
 
 _CONCURRENCY = 8
-_PROMPT_TOKENS, _OUTPUT_TOKENS = 64, 32
+_REQUESTS = 16  # of a line and round: prompts of 64 tokens, answers of 16 to 46
 
 
-def send(billed: Billed, name: str, order: list[str], prompts: Prompts) -> None:
-    """Requests of a length, one for each line of `order`, 8 at once."""
-    client = GrpcClient(f"localhost:{billed.server.grpc_port}")
-    rng = random.Random(name)
-    texts = [prompts.draw(rng, _PROMPT_TOKENS)[1] for _ in order]
-    sampling = {"temperature": 0, "max_tokens": _OUTPUT_TOKENS, "ignore_eos": True}
+def send(server: TritonServer, name: str, order: list[str], prompts: Prompts, seed: int) -> None:
+    """A request for each line of `order`. Of each line every 16 have the same lengths."""
+    client = GrpcClient(f"localhost:{server.grpc_port}")
+    rng = random.Random(f"{name} {seed}")
+    places: Counter[str] = Counter()
+    others = ["others"] * _CONCURRENCY
 
-    def run(line: str, text: str) -> None:
+    def run(line: str, text: str, num_tokens: int) -> None:
+        sampling = {"temperature": 0, "max_tokens": num_tokens, "ignore_eos": True}
         client.generate(text, sampling=sampling, business_line=f"{name}, {line}")
 
     with ThreadPoolExecutor(_CONCURRENCY) as pool:
-        for future in [pool.submit(run, *request) for request in zip(order, texts, strict=True)]:
-            future.result()
+        futures = []
+        for line in (*others, *order, *others):
+            length = 16 + 2 * (places[line] % _REQUESTS)
+            places[line] += 1
+            futures.append(pool.submit(run, line, prompts.draw(rng, 64)[1], length))
+    for future in futures:
+        future.result()
 
 
-def neutrality(billed: Billed, prompts: Prompts, count: int) -> Iterator[str]:
-    """Lines that say what came out, `count` requests a line and way."""
-    red, blue = ["red"] * count, ["blue"] * count
+def neutrality(server: TritonServer, path: Path, rounds: int) -> Iterator[str]:
+    """Lines that say what came out. In rounds, so that a drift of the machine meets all alike."""
+    prompts = Prompts(Tokenizer(resolve(read_config().model)))
+    red, blue = ["red"] * _REQUESTS, ["blue"] * _REQUESTS
     orders = {
         "in turns": [line for pair in zip(red, blue, strict=True) for line in pair],
         "red first": red + blue,
         "blue first": blue + red,
-        "shuffled": random.Random(0).sample(red + blue, 2 * count),
+        "shuffled": random.Random(0).sample(red + blue, 2 * _REQUESTS),
     }
-    send(billed, "warm", red[:_CONCURRENCY], prompts)
-    for name, order in orders.items():
-        send(billed, name, order, prompts)
-    send(billed, "twice", ["red", "blue", "blue"] * (count * 2 // 3), prompts)
+    twice = ["red", "blue", "blue"] * _REQUESTS
+    send(server, "warm", red, prompts, 0)
+    for i in range(rounds):
+        for name, order in (*orders.items(), ("twice", twice)):
+            send(server, name, order, prompts, i)
     time.sleep(2)  # the ledger's thread has written, and totals behind it
-    ledger = Ledger.read([billed.ledger])
+    ledger = Ledger.read([path])
     report = Report.of(ledger, ("business_line",), "usage", 0.0)
     bills = {line.name[0]: line.busy_ns for line in report.lines}
 
@@ -66,8 +77,8 @@ def neutrality(billed: Billed, prompts: Prompts, count: int) -> Iterator[str]:
 
     ratio = bills["in turns, red"] / bills["in turns, blue"]
     yield f"two lines with the same traffic: {ratio:.3f} (wanted 0.95 to 1.05)"
-    twice = bills["twice, blue"] / bills["twice, red"]
-    yield f"twice the requests: {twice:.3f} (wanted 1.9 to 2.1)"
+    ratio = bills["twice, blue"] / bills["twice, red"]
+    yield f"twice the requests: {ratio:.3f} (wanted 1.9 to 2.1)"
     shares = {name: share(name) / share("in turns") for name in orders}
     told = ", ".join(f"{name} {value:.3f}" for name, value in shares.items())
     yield f"a line's part of the bill, by order of arrival: {told} (wanted 0.95 to 1.05)"
@@ -77,24 +88,16 @@ def neutrality(billed: Billed, prompts: Prompts, count: int) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m loadtests.bill", description=__doc__)
-    parser.add_argument("--requests", type=int, default=48, help="a line, for neutrality")
-    parser.add_argument("--pairs", type=int, default=40, help="of turns, for overhead")
+    parser.add_argument("--rounds", type=int, default=4, help="of neutrality")
+    parser.add_argument("--seconds", type=float, default=180, help="for overhead")
     options = parser.parse_args()
     console = Console(highlight=False)
-    prompts = Prompts(Tokenizer(resolve(read_config().model)))
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        tempfile.TemporaryFile() as log,
-        serve_billed(Path(directory), log) as billed,
-    ):
-        for line in neutrality(billed, prompts, options.requests):
-            console.print(line)
-        results = []
-        requests = overhead_workload(prompts)
-        for result in pairs(billed, lambda: served(billed.server, requests, 32), options.pairs):
-            results.append(result)
-            console.print(f"{result.way}: {result.tokens_per_second:.1f} tokens/s")
-        console.print(verdict(results))
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as log:
+        path = Path(directory) / "ledger"
+        with serve_with({"ledger_path": path}, log) as server:
+            for line in neutrality(server, path, options.rounds):
+                console.print(line)
+        console.print(measure_bill(options.seconds, Path(directory) / "log"))
 
 
 if __name__ == "__main__":

@@ -1,91 +1,104 @@
-"""What the bill costs: one server with and without it, in turns of a few seconds.
+"""What the bill costs: one server with and without it, in turns of 4 steps.
 
-It is the same process for both, since two are never equally fast: ledger and metrics of its model
-are told nothing while a file says so. A machine's speed drifts, so only the two turns of a pair are
-compared, and the median of many pairs is given with what it is known by.
+Both are the same process, since two are never equally fast: its model's ledger and metrics are told
+nothing in every other turn. A turn's speed is its work, by the weights that bills are shared by,
+over its time. A machine's speed drifts, so only neighbours are compared, and the median of many
+pairs is given with its certainty.
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from backend.serve import TritonServer
+from backend.usage import BusyTime, Shares
 from loadtests.model_folder import serve_with
-from loadtests.results import Result
 from loadtests.statistics import median_interval
 
 WANTED = 0.99
+_STEPS = 4  # of a turn
 
 # In place of a model folder's model.py.
 _MODEL_PY = """
 import backend.ledger
 import backend.metrics
-from loadtests.overhead import switched
+import backend.usage
+from loadtests.overhead import turning
 
-OFF = {off!r}
-backend.ledger.Ledger = switched(backend.ledger.Ledger, OFF, "add")
-backend.metrics.Metrics = switched(
-    backend.metrics.Metrics, OFF, "request_finished", "count_totals", "update"
-)
+turning({path!r}, backend.usage, backend.ledger, backend.metrics)
 
 from backend.triton_model import TritonPythonModel
 """
 
 
-def switched(cls: type, off: str, *methods: str) -> type:
-    """In the server: a class whose methods do nothing while the file `off` is there."""
-
-    def wrap(method: Callable[..., None]) -> Callable[..., None]:
-        def call(*arguments: Any) -> None:
-            if not Path(off).exists():
-                method(*arguments)
-
-        return call
-
-    return type(cls.__name__, (cls,), {name: wrap(getattr(cls, name)) for name in methods})
+class Turn(NamedTuple):
+    is_billed: bool
+    num_sequences: int  # summed over its steps
+    work: int
+    ns: int
 
 
-class Billed(NamedTuple):
-    """A server of the project's model that has all that a bill can have."""
+def turning(path: str, usage: Any, ledger: Any, metrics: Any) -> None:
+    """In the server: put into these modules what takes turns and writes them to a file."""
+    is_billed = True
 
-    server: TritonServer
-    ledger: Path  # its directory
-    off: Path  # while this file is there, nothing is billed
+    class Turning(BusyTime):
+        steps: list[tuple[int, int, int]] = []  # noqa: RUF012 -- there is one of this class
+        count = 0
+
+        def end_step(self, shares: Shares) -> int:
+            nonlocal is_billed
+            duration = super().end_step(shares)
+            self.steps.append((len(shares.payers), sum(shares.weights), duration))
+            if len(self.steps) == _STEPS:
+                turn = Turn(is_billed, *map(sum, zip(*self.steps, strict=True)))
+                with Path(path).open("a") as file:
+                    file.write(json.dumps(turn) + "\n")
+                self.steps.clear()
+                self.count += 1
+                is_billed = self.count % 4 in (0, 3)  # with, without, without, with
+            return duration
+
+    def only_in_turn(cls: type, *names: str) -> type:
+        def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *arguments: method(*arguments) if is_billed else None
+
+        return type(cls.__name__, (cls,), {name: wrap(getattr(cls, name)) for name in names})
+
+    usage.BusyTime = Turning
+    ledger.Ledger = only_in_turn(ledger.Ledger, "add")
+    metrics.Metrics = only_in_turn(metrics.Metrics, "request_finished", "count_totals", "update")
 
 
 @contextmanager
-def serve_billed(directory: Path, log: Any) -> Iterator[Billed]:
-    ledger, off = directory / "ledger", directory / "off"
+def serve_in_turns(directory: Path, log: Any) -> Iterator[tuple[TritonServer, Path]]:
+    """A server that takes turns, and the file that has them."""
+    path = directory / "turns"
     parameters = {
-        "ledger_path": ledger,
+        "ledger_path": directory / "ledger",
         "REPORT_CUSTOM_METRICS": "true",
         "prefix_cache": "off",  # the same prompts come again, and are to be computed again
     }
-    with serve_with(parameters, log, _MODEL_PY.format(off=str(off))) as server:
-        yield Billed(server, ledger, off)
+    with serve_with(parameters, log, _MODEL_PY.format(path=str(path))) as server:
+        yield server, path
 
 
-def pairs(billed: Billed, run: Callable[[], Result], count: int) -> Iterator[Result]:
-    """Turns with and without the bill, in the order ABBA, so that drift favours neither."""
-    for i in range(count):
-        for way in ("bill", "no bill") if i % 2 else ("no bill", "bill"):
-            billed.off.touch() if way == "no bill" else billed.off.unlink(missing_ok=True)
-            yield replace(run(), way=way, workload="bill", round=i)
-    billed.off.unlink(missing_ok=True)
+def read_turns(path: Path) -> list[Turn]:
+    return [Turn(*json.loads(line)) for line in path.read_text().splitlines()]
 
 
-def verdict(results: Sequence[Result]) -> str:
-    """Tokens/s with the bill over those without it, in one line."""
-    speeds = {
-        way: [r.tokens_per_second for r in results if (r.workload, r.way) == ("bill", way)]
-        for way in ("bill", "no bill")
-    }
-    ratios = [a / b for a, b in zip(speeds["bill"], speeds["no bill"], strict=True)]
+def verdict(turns: Sequence[Turn]) -> str:
+    """The speed with the bill over that without it, in one line."""
+    pairs = list(zip(turns[::2], turns[1::2], strict=False))
+    ratios = []
+    for pair in pairs:
+        without, billed = sorted(pair, key=lambda turn: turn.is_billed)
+        ratios.append(billed.work / billed.ns / (without.work / without.ns))
     median, low, high = median_interval(ratios)
     met = "" if median >= WANTED else "  MISSED"
     return (
-        f"with ledger and metrics / without, {len(ratios)} pairs: {median:.3f} "
+        f"speed with ledger and metrics / without, {len(ratios)} pairs of turns: {median:.3f} "
         f"(95 % sure: {low:.3f} to {high:.3f}; wanted >= {WANTED}){met}"
     )

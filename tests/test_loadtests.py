@@ -1,15 +1,18 @@
 """The benchmarks' arithmetic, and what passes between them and a peer."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from backend.usage import Shares
 from loadtests.curve import points
-from loadtests.overhead import Billed, pairs, switched, verdict
+from loadtests.overhead import Turn, read_turns, turning, verdict
 from loadtests.peers.closed_loop import stepwise
 from loadtests.peers.jobs import PeerError, result_of, write_job
 from loadtests.results import Goal, Ratio, Result, goal_line, load, ratio, save
 from loadtests.statistics import median_interval
+from tests.helpers import make_sequence
 
 # -- results: rounds and ratios --
 
@@ -64,32 +67,36 @@ class Recorder:
     def add(self, value: int) -> None:
         self.told.append(value)
 
+    request_finished = count_totals = update = add
+
 
 def test_turns_are_with_the_bill_and_without(tmp_path):
-    off = tmp_path / "off"
-    recorder = switched(Recorder, str(off), "add")()
-    turns = iter(range(6))
-
-    def run() -> Result:
-        recorder.add(turn := next(turns))
-        return result("", 0, 100 + turn)
-
-    results = list(pairs(Billed(None, tmp_path, off), run, 3))
-    assert [r.way for r in results] == ["no bill", "bill", "bill", "no bill", "no bill", "bill"]
-    assert [r.round for r in results] == [0, 0, 1, 1, 2, 2]
-    assert recorder.told == [1, 2, 5]
-    assert not off.exists()
+    usage, ledger, metrics = (
+        SimpleNamespace(Ledger=Recorder, Metrics=Recorder) for _ in ("usage", "ledger", "metrics")
+    )
+    turning(str(tmp_path / "turns"), usage, ledger, metrics)
+    clock = iter(range(0, 10**6, 5))
+    busy_time = usage.BusyTime(clock=lambda: next(clock))
+    recorders = ledger.Ledger(), metrics.Metrics()
+    sequence = make_sequence()
+    for step in range(4 * 4 + 1):
+        recorders[0].add(step // 4)
+        recorders[1].update(step // 4)
+        busy_time.end_step(Shares([7], [sequence], []))
+    turns = read_turns(tmp_path / "turns")
+    assert turns == [
+        Turn(is_billed, num_sequences=4, work=28, ns=20) for is_billed in (True, False, False, True)
+    ]
+    for recorder in recorders:
+        assert recorder.told == [0] * 4 + [3] * 4 + [4]
 
 
 def test_a_verdict_is_of_pairs():
     def told(*ratios: float) -> str:
-        results = []
-        for i, share in enumerate(ratios):
-            for way, speed in (("bill", share * 100), ("no bill", 100)):
-                results.append(Result(way, 32, "bill", i, num_tokens=int(speed * 10), seconds=10))
-        return verdict(results)
+        pairs = [(Turn(True, 9, round(1000 * r), 5), Turn(False, 9, 1000, 5)) for r in ratios]
+        return verdict([turn for i, pair in enumerate(pairs) for turn in pair[:: (-1) ** i]])
 
-    assert "3 pairs: 1.000 (95 % sure: 0.990 to 1.020; wanted >= 0.99)" in told(1.02, 0.99, 1.0)
+    assert "3 pairs of turns: 1.000 (95 % sure: 0.990 to 1.020; wanted" in told(1.02, 0.99, 1.0)
     assert "MISSED" not in told(1.02, 0.99, 1.0)
     assert "0.980" in told(0.98) and "MISSED" in told(0.98)
 
