@@ -4,6 +4,7 @@ Everything that needs the backend's own types is here (and in metrics.py); the w
 `Front` and what is below it.
 """
 
+import gc
 import json
 import logging
 import sqlite3
@@ -130,6 +131,10 @@ class TritonPythonModel:
             f"{runner.num_blocks} blocks of {runner.block_size} tokens "
             f"({runner.num_blocks * runner.block_bytes / 2**20:.0f} MiB)"
         )
+        # What is here stays. With it a full collection of garbage takes 0.14 s, in which nothing
+        # else of this process runs; without it, microseconds.
+        gc.collect()
+        gc.freeze()
 
     def execute(self, requests: list[Any]) -> None:
         """Hand the requests over; their responses come from the front's output thread."""

@@ -28,7 +28,7 @@ from loadtests.traces.synthesize import Lengths, Shape, synthesize
 from tests.server.harness import free_ports, until, write_model
 
 NUM_REQUESTS = 30
-SHAPE = Shape(NUM_REQUESTS, 12.0, Lengths(60, 150), Lengths(5, 12), dispersion=2.0, hit_ratio=0.4)
+SHAPE = Shape(NUM_REQUESTS, 24.0, Lengths(60, 150), Lengths(5, 12), dispersion=2.0, hit_ratio=0.4)
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +150,13 @@ def test_a_throttled_client_is_told_apart_from_a_slow_server(server, model, tiny
     assert any("the client was the bottleneck" in reason for reason in found.invalid)
 
 
-def test_a_process_that_fails_ends_the_replay(server, model, tiny_weights, trace):
-    to = target(server, model, tiny_weights, "s", tokenizer="{}")
-    with pytest.raises(ReplayError, match="Model missing"):
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({"tokenizer": "{}"}, "Model missing"), ({"url": "localhost:9"}, "UNAVAILABLE: localhost:9")],
+)
+def test_a_process_that_fails_ends_the_replay(server, model, tiny_weights, trace, fields, reason):
+    to = target(server, model, tiny_weights, "s", **fields)
+    with pytest.raises(ReplayError, match=reason):
         replay("none", Plan(trace), to, Slo(), max_lag=0.05)
 
 
@@ -181,21 +185,6 @@ def test_under_locust(locust, tmp_path):
     check(run)
     assert len(run.healths) == 2
     assert result.returncode == bool(summarize(run).invalid)
-
-
-def test_under_locust_without_a_server(locust):
-    """It ends, and says why."""
-    result = subprocess.run(
-        [*locust, "--headless", "--processes=2", f"--url=localhost:{free_ports(1)[0]}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 1
-    assert "ConnectionLost: UNAVAILABLE: localhost:" in result.stderr
-    assert "INVALID: only 0 of 30 requests ended" in result.stdout
 
 
 def test_in_locust_s_web_ui(locust, tmp_path):
