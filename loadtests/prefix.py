@@ -24,7 +24,7 @@ from client import GrpcClient
 from client.types import Usage
 from tests.server.harness import free_ports, write_model
 
-NUM_REQUESTS, NUM_PAIRS, NUM_SHUFFLES = 64, 40, 10_000
+NUM_REQUESTS, NUM_PAIRS, NUM_SHUFFLES = 64, 30, 10_000
 LIMITS: dict[str, Any] = {
     "kv_cache_memory": "1GiB",
     "max_model_len": 2048,
@@ -68,7 +68,7 @@ def show_timing(name: str, client: GrpcClient, rng: random.Random, **prober: Any
     unseen: list[float] = []
     cached = 0
     for _ in range(NUM_PAIRS):
-        known, new = words(rng, 400), words(rng, 400)
+        known, new = words(rng, 160), words(rng, 160)
         ask(client, known, business_line="victim", cache_salt="secret")
         for prompt, times in rng.sample([(known, seen), (new, unseen)], 2):
             usage = ask(client, prompt, **prober)
