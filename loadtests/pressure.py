@@ -131,46 +131,48 @@ def burst(max_num_seqs: int = 8, max_queue_size: int = 16) -> Table:
 def mixed(num_offline: int = 32, seconds: float = 20.0) -> Table:
     table = _table(
         f"mixed: {num_offline} offline streams, an interactive one (16 + 4 tokens) every 200 ms",
-        *("interactive", "offline tokens/s", "TPOT, ms: p50"),
+        *("interactive", "offline tokens/s", "their gaps, ms: p50"),
         *("interactive TTFT, ms: p50, p95", "3 steps + prefill", "its share of tokens"),
     )
     with serving(max_num_seqs=64) as client:
         alone = percentile([ask(client, prompt(16, i), 1).ttft for i in range(9)], 50)
         before = 0.0
         for with_interactive in (False, True):
-            end = time.perf_counter() + seconds
-            is_over = lambda end=end: time.perf_counter() > end  # noqa: E731
-            offline, interactive = _mix(client, num_offline, is_over, with_interactive)
-            rate = sum(result.num_tokens for result in offline) / seconds
-            tpot = percentile([r.tpot for r in offline if r.num_tokens > 8], 50)
+            gaps, interactive = _mix(client, num_offline, seconds, with_interactive)
+            rate, step = len(gaps) / seconds, percentile(gaps, 50)
             if not with_interactive:
                 before = rate
-                table.add_row("no", f"{rate:.0f}", f"{tpot * 1e3:.0f}", "", "", "")
+                table.add_row("no", f"{rate:.0f}", f"{step * 1e3:.0f}", "", "", "")
                 continue
-            num_interactive = sum(16 + result.num_tokens for result in interactive)
-            num_tokens = num_interactive + sum(64 + result.num_tokens for result in offline)
+            num_tokens = sum(16 + result.num_tokens for result in interactive)
             ttfts = [result.ttft * 1e3 for result in interactive]
             table.add_row(
                 f"{len(interactive)}",
                 f"{rate:.0f} ({rate / before - 1:+.0%})",
-                f"{tpot * 1e3:.0f}",
+                f"{step * 1e3:.0f}",
                 f"{percentile(ttfts, 50):.0f}, {percentile(ttfts, 95):.0f}",
-                f"{(3 * tpot + alone) * 1e3:.0f} ms",
-                f"{num_interactive / num_tokens:.0%}",
+                f"{(3 * step + alone) * 1e3:.0f} ms",
+                f"{num_tokens / (num_tokens + len(gaps)):.0%}",
             )
     return table
 
 
 def _mix(
-    client: GrpcClient, num_offline: int, is_over: Callable[[], bool], with_interactive: bool
-) -> tuple[list[Result], list[Result]]:
-    """(offline, interactive): streams one after the other, and a new request every 200 ms."""
+    client: GrpcClient, num_offline: int, seconds: float, with_interactive: bool
+) -> tuple[list[float], list[Result]]:
+    """(gaps between tokens of offline streams, interactive requests), once all streams run."""
     offline: list[Result] = []
     interactive: list[Result] = []
+    running: set[int] = set()
+    is_over = threading.Event()
 
     def go_on(i: int) -> None:
-        while not is_over():
-            offline.append(ask(client, prompt(64, i), 256, is_over, request_class="offline"))
+        def note() -> bool:
+            running.add(i)
+            return is_over.is_set()
+
+        while not is_over.is_set():
+            offline.append(ask(client, prompt(64, i), 1024, note, request_class="offline"))
 
     def ask_one(i: int) -> None:
         interactive.append(ask(client, prompt(16, i), 4))
@@ -178,14 +180,20 @@ def _mix(
     threads = [threading.Thread(target=go_on, args=(i,)) for i in range(num_offline)]
     for thread in threads:
         thread.start()
-    time.sleep(2)  # until their prompts are computed
-    while with_interactive and not is_over():
-        threads.append(threading.Thread(target=ask_one, args=(len(threads),)))
-        threads[-1].start()
+    while len(running) < num_offline:
+        time.sleep(0.1)
+    begin = time.perf_counter()
+    for i in range(int(seconds / 0.2)):
+        if with_interactive:
+            threads.append(threading.Thread(target=ask_one, args=(i,)))
+            threads[-1].start()
         time.sleep(0.2)
+    end = time.perf_counter()
+    is_over.set()
     for thread in threads:
         thread.join()
-    return offline, interactive
+    moments = [[m for m in result.moments if begin <= m <= end] for result in offline]
+    return [b - a for stream in moments for a, b in pairwise(stream)], interactive
 
 
 def long(budgets: tuple[int, ...] = (128, 512, 2048, 8192)) -> Table:
