@@ -39,7 +39,7 @@ from backend.sequence import EngineOutput, EngineRequest
 from backend.serve import ROOT, TritonServer
 from backend.tokenizer import Tokenizer
 from client import GrpcClient
-from loadtests.model_folder import read_config
+from loadtests.model_folder import read_config, serve_with
 from loadtests.overhead import read_turns, serve_in_turns, verdict
 from loadtests.results import Goal, Result, report, save
 from loadtests.transformers_model import transformers_model
@@ -256,7 +256,8 @@ def measure(num_single_requests: int, num_rounds: int, log: Path) -> Iterator[Re
     alone = Alone(config, runner)
     with (
         log.open("wb") as output,
-        TritonServer(http_port=8100, grpc_port=8101, metrics_port=8102, log=output) as server,
+        # The same prompts come again, and are to be computed again.
+        serve_with({"prefix_cache": "off"}, output) as server,
     ):
         served(server, uniform[:2], 2)  # warm
         for i in range(num_rounds):
