@@ -74,12 +74,12 @@ class TritonPythonModel:
         with ThreadPoolExecutor(1) as pool:
             device_id = int(args["model_instance_device_id"])
             runner = pool.submit(ModelRunner, config, device_id).result()
+            model = runner.model.config
+            max_model_len = _max_model_len(config, model.max_position_embeddings)
             weights = pool.submit(
                 measure_weights, runner, config.max_num_seqs, config.max_num_batched_tokens
             ).result()
         busy_time = BusyTime(weights, warmup=time.perf_counter_ns() - begin)
-        model = runner.model.config
-        max_model_len = _max_model_len(config, model.max_position_embeddings)
         report_vllm = model_config["parameters"].get("REPORT_CUSTOM_METRICS", {})
         self._metrics = Metrics(
             args["model_name"],

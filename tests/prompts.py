@@ -32,4 +32,4 @@ PROMPTS = [
     _LONG,  # cut to 2,000 tokens by `prompt_token_ids`
 ]
 LONG_PROMPT_TOKENS = 2000
-NUM_TOKENS = 64
+NUM_TOKENS = 40

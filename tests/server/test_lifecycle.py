@@ -35,7 +35,7 @@ def unload(control, name: str) -> float:
 
 
 def test_load_and_unload_five_times(server, repository, control):
-    write_model(repository, "cycled", dtype="float32", kv_cache_memory="64MiB", max_model_len=512)
+    write_model(repository, "cycled", kv_cache_memory="64MiB", max_model_len=512)
     num_processes = len(processes_of(server))
     resident, texts = [], set()
     for _ in range(5):
@@ -68,7 +68,7 @@ def test_a_model_is_unloaded_after_many_refusals(server, repository, control, ti
 
 
 def test_a_stream_that_runs_while_its_model_is_unloaded_is_completed(server, repository, control):
-    write_model(repository, "drained", dtype="float32", kv_cache_memory="64MiB", max_model_len=512)
+    write_model(repository, "drained", kv_cache_memory="64MiB", max_model_len=512)
     control.load_model("drained")
     with send(
         server,
