@@ -31,7 +31,7 @@ def test_prefill_cut_into_chunks(runner, prompt_token_ids, greedy_token_ids):
 
 def test_preempted_several_times(runner, prompt_token_ids, greedy_token_ids):
     num_blocks = -(-(len(prompt_token_ids[-1]) + NUM_TOKENS) // FLOAT32.block_size)
-    engine = make_engine(SmallerRunner(runner, num_blocks))
+    engine = make_engine(SmallerRunner(runner, num_blocks), reserve_blocks_per_seq=0)
     # The long prompt first: the others then live on the few blocks that it leaves.
     order = [len(prompt_token_ids) - 1, *range(len(prompt_token_ids) - 1)]
     generated = generate(engine, [prompt_token_ids[i] for i in order])
