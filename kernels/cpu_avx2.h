@@ -6,10 +6,15 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum {
-    WIDTH = 8,         /* float32 in a register */
-    AT_ONCE = 4,       /* rows: two registers of sums each; 6 need more registers than there are */
-    ROWS_IN_CACHE = 48,
+    WIDTH = 8,           /* float32 in a register */
+    FEW = 4,             /* rows, or rows x columns / 16: two registers of sums each */
+    AT_ONCE = 6,         /* rows, where the weight is float32 and needs fewer registers */
+    ROWS_IN_CACHE = 96,
+    DEPTH = 192,         /* of a weight, as float32 in the fastest cache */
+    ROWS_AHEAD = 16,     /* of tiles, to be fetched where it is their reading that takes time */
     KEYS_AT_ONCE = 4,
+    KEYS_AHEAD = 16,     /* to be fetched while scores are computed */
+    QUERIES_AT_ONCE = 5,
 };
 
 /* e^x: 0 where it would be denormal, infinite from 88.4 on. Within 2 units in the last place. */
@@ -107,54 +112,159 @@ INLINE struct pairs read4(const uint8_t *row, const __m256 scales[4])
     return w;
 }
 
-/* The products of `num_rows` rows of x with 16 columns of the weight. `bits` and `num_rows` are
- * known when this is compiled. Every sum is taken in the order of k, whatever they are. */
-INLINE void multiply(const float *x, const struct weight *weight, int bits, int num_rows,
-                     int64_t column, int64_t k, __m256 sums[AT_ONCE][2])
+INLINE const char *row_of(const struct weight *weight, int bits, int64_t row)
 {
-    const int64_t tiles = k / PAIRS, row_bytes = ROW_BYTES * bits / 16;
-    const char *row = (const char *)weight->values + column * tiles * ROWS * row_bytes;
-    const uint16_t *scale = (const uint16_t *)weight->scales + column * tiles * 2 * ROWS;
-    __m256 own[AT_ONCE][2]; /* in registers: `sums` might be where x lies, for all the compiler knows */
-    for (int r = 0; r < num_rows; r++)
-        own[r][0] = own[r][1] = _mm256_setzero_ps();
-    for (int64_t tile = 0; tile < tiles; tile++, scale += 2 * ROWS) {
-        __m256 scales[4];
-        for (int i = 0; i < 4 && bits == 4; i++)
-            scales[i] = _mm256_cvtph_ps(_mm_load_si128((const __m128i *)scale + i));
-        for (int j = 0; j < ROWS; j++, row += row_bytes) {
-            const struct pairs w = bits == 16 ? read16((const bf16 *)row)
-                : bits == 8 ? read8((const int8_t *)row) : read4((const uint8_t *)row, scales);
-            for (int i = 0; i < 2; i++) {
-                for (int r = 0; r < num_rows; r++) {
-                    const __m256 a = _mm256_broadcast_ss(x + r * k + tile * PAIRS + 2 * j + i);
-                    own[r][0] = _mm256_fmadd_ps(a, w.of[i][0], own[r][0]);
-                    own[r][1] = _mm256_fmadd_ps(a, w.of[i][1], own[r][1]);
+    return (const char *)weight->values + row * ROW_BYTES * bits / 16;
+}
+
+/* Row `row` of all the tiles' rows. `bits` is known when this is compiled. */
+INLINE struct pairs read_row(const struct weight *weight, int bits, int64_t row)
+{
+    const char *values = row_of(weight, bits, row);
+    if (bits == 16)
+        return read16((const bf16 *)values);
+    if (bits == 8)
+        return read8((const int8_t *)values);
+    const uint16_t *scale = (const uint16_t *)weight->scales + row / ROWS * 2 * ROWS;
+    __m256 scales[4];
+    for (int i = 0; i < 4; i++)
+        scales[i] = _mm256_cvtph_ps(_mm_load_si128((const __m128i *)scale + i));
+    return read4((const uint8_t *)values, scales);
+}
+
+/* sums [num_columns, num_rows, 16]: the products of a few rows of x [num_rows, k] with 16 columns of
+ * the weight from 16 * column on, and the next 16, for num_columns times.
+ *
+ * The three numbers before `column` are known when this is compiled. Here and in `multiply_many`
+ * every sum is taken in the order of k, whatever is computed with it.
+ */
+INLINE void multiply_few(const float *x, const struct weight *weight, int bits, int num_rows,
+                         int num_columns, int64_t column, int64_t k, float *sums)
+{
+    __m256 own[FEW][2]; /* in registers: `sums` might be where x lies, for all the compiler knows */
+    for (int i = 0; i < num_columns * num_rows; i++)
+        own[i][0] = own[i][1] = _mm256_setzero_ps();
+    for (int64_t tile = 0; tile < k / PAIRS; tile++) {
+        for (int j = 0; j < ROWS; j++) {
+            for (int c = 0; c < num_columns; c++) {
+                const int64_t row = (column + c) * (k / 2) + tile * ROWS + j;
+                const struct pairs w = read_row(weight, bits, row);
+                if (bits == 16)
+                    _mm_prefetch(row_of(weight, bits, row + ROWS_AHEAD), _MM_HINT_T0);
+                for (int i = 0; i < 2; i++) {
+                    for (int r = 0; r < num_rows; r++) {
+                        const __m256 a = _mm256_broadcast_ss(x + r * k + tile * PAIRS + 2 * j + i);
+                        __m256 *sum = own[c * num_rows + r];
+                        sum[0] = _mm256_fmadd_ps(a, w.of[i][0], sum[0]);
+                        sum[1] = _mm256_fmadd_ps(a, w.of[i][1], sum[1]);
+                    }
                 }
             }
         }
     }
-    memcpy(sums, own, num_rows * sizeof(own[0]));
+    memcpy(sums, own, num_columns * num_rows * sizeof(own[0]));
 }
 
-INLINE void multiply_rows(const float *x, const struct weight *weight, int num_rows,
-                          int64_t column, int64_t k, __m256 sums[AT_ONCE][2])
+/* sums [num_rows, 16] += x [num_rows, k] @ panel [depth, 16], of x's first `depth` columns. */
+INLINE void add_products(const float *x, const float *panel, int num_rows, int64_t depth, int64_t k,
+                         float *sums)
 {
-    switch (weight->bits) {
-    case 16: multiply(x, weight, 16, num_rows, column, k, sums); break;
-    case 8: multiply(x, weight, 8, num_rows, column, k, sums); break;
-    default: multiply(x, weight, 4, num_rows, column, k, sums);
+    __m256 own[AT_ONCE][2]; /* in registers, see above */
+    for (int r = 0; r < num_rows; r++) {
+        own[r][0] = _mm256_load_ps(sums + r * ROWS);
+        own[r][1] = _mm256_load_ps(sums + r * ROWS + WIDTH);
+    }
+    for (int64_t i = 0; i < depth; i++, panel += ROWS) {
+        const __m256 lower = _mm256_load_ps(panel), upper = _mm256_load_ps(panel + WIDTH);
+        for (int r = 0; r < num_rows; r++) {
+            const __m256 a = _mm256_broadcast_ss(x + r * k + i);
+            own[r][0] = _mm256_fmadd_ps(a, lower, own[r][0]);
+            own[r][1] = _mm256_fmadd_ps(a, upper, own[r][1]);
+        }
+    }
+    for (int r = 0; r < num_rows; r++) {
+        _mm256_store_ps(sums + r * ROWS, own[r][0]);
+        _mm256_store_ps(sums + r * ROWS + WIDTH, own[r][1]);
     }
 }
 
-static void multiply_any(const float *x, const struct weight *weight, int num_rows,
-                         int64_t column, int64_t k, __m256 sums[AT_ONCE][2])
+/* sums [m, 16]: the products of rows of x [m, k] with 16 of the weight's columns, which are made
+ * float32 once for all rows.
+ */
+INLINE void multiply_many(const float *x, const struct weight *weight, int bits, int64_t m,
+                          int64_t column, int64_t k, float *sums)
 {
-    switch (num_rows) {
-    case 1: multiply_rows(x, weight, 1, column, k, sums); break;
-    case 2: multiply_rows(x, weight, 2, column, k, sums); break;
-    case 3: multiply_rows(x, weight, 3, column, k, sums); break;
-    default: multiply_rows(x, weight, AT_ONCE, column, k, sums);
+    float panel[DEPTH][ROWS] __attribute__((aligned(64)));
+    memset(sums, 0, m * ROWS * sizeof(float));
+    for (int64_t begin = 0, depth; begin < k; begin += depth) {
+        depth = MIN(DEPTH, k - begin);
+        for (int64_t i = 0; i < depth; i += 2) {
+            const struct pairs w = read_row(weight, bits, (column * k + begin + i) / 2);
+            for (int j = 0; j < 2; j++) {
+                _mm256_store_ps(panel[i + j], w.of[j][0]);
+                _mm256_store_ps(panel[i + j] + WIDTH, w.of[j][1]);
+            }
+        }
+        const char *next = row_of(weight, bits, (column * k + begin + depth) / 2);
+        for (int64_t row = 0, rows; row < m; row += rows) {
+            const int64_t groups = (m - row + AT_ONCE - 1) / AT_ONCE; /* of about the same size */
+            rows = (m - row + groups - 1) / groups;
+            const int64_t lines = depth * bits / 32; /* of the next panel, a part for each group */
+            for (int64_t line = row * lines / m; line < (row + rows) * lines / m; line++)
+                _mm_prefetch(next + line * 64, _MM_HINT_T1);
+            const float *from = x + row * k + begin;
+            float *to = sums + row * ROWS;
+            switch (rows) {
+            case 1: add_products(from, panel[0], 1, depth, k, to); break;
+            case 2: add_products(from, panel[0], 2, depth, k, to); break;
+            case 3: add_products(from, panel[0], 3, depth, k, to); break;
+            case 4: add_products(from, panel[0], 4, depth, k, to); break;
+            case 5: add_products(from, panel[0], 5, depth, k, to); break;
+            default: add_products(from, panel[0], AT_ONCE, depth, k, to);
+            }
+        }
+    }
+}
+
+/* sums [columns, m, 16]: the products of x with some columns from `column` on.
+ *
+ * Returns how many times 16 columns: at most max_columns.
+ */
+INLINE int64_t multiply_bits(const float *x, const struct weight *weight, int bits, int64_t m,
+                             int64_t column, int64_t max_columns, int64_t k, float *sums)
+{
+    if (m == 1 && max_columns >= 4) {
+        multiply_few(x, weight, bits, 1, 4, column, k, sums);
+        return 4;
+    }
+    if (m == 2 && max_columns >= 2) {
+        multiply_few(x, weight, bits, 2, 2, column, k, sums);
+        return 2;
+    }
+    if (m > (bits == 16 ? 3 * FEW : FEW)) { /* where making it float32 once is less work */
+        multiply_many(x, weight, bits, m, column, k, sums);
+        return 1;
+    }
+    for (int64_t row = 0; row < m; row += FEW) {
+        const float *from = x + row * k;
+        float *to = sums + row * ROWS;
+        switch (m - row) {
+        case 1: multiply_few(from, weight, bits, 1, 1, column, k, to); break;
+        case 2: multiply_few(from, weight, bits, 2, 1, column, k, to); break;
+        case 3: multiply_few(from, weight, bits, 3, 1, column, k, to); break;
+        default: multiply_few(from, weight, bits, FEW, 1, column, k, to);
+        }
+    }
+    return 1;
+}
+
+static int64_t multiply(const float *x, const struct weight *weight, int64_t m, int64_t column,
+                        int64_t max_columns, int64_t k, float *sums)
+{
+    switch (weight->bits) {
+    case 16: return multiply_bits(x, weight, 16, m, column, max_columns, k, sums);
+    case 8: return multiply_bits(x, weight, 8, m, column, max_columns, k, sums);
+    default: return multiply_bits(x, weight, 4, m, column, max_columns, k, sums);
     }
 }
 
@@ -174,28 +284,29 @@ void linear(const bf16 *x, const struct weight *weight, const bf16 *bias, void *
             for (int64_t i = 0; i < k; i += WIDTH)
                 _mm256_store_ps(floats + row * k + i, load8(x + row * k + i));
         const int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
-        const int64_t first = columns * thread / num_threads;
         const int64_t last = columns * (thread + 1) / num_threads;
+        float sums[ROWS_IN_CACHE * ROWS] __attribute__((aligned(64)));
         for (int64_t begin = 0; begin < m; begin += ROWS_IN_CACHE) {
-            const int64_t end = MIN(begin + ROWS_IN_CACHE, m);
-            for (int64_t column = first; column < last; column++) {
-                for (int64_t row = begin; row < end; row += AT_ONCE) {
-                    const int num_rows = MIN(AT_ONCE, end - row);
-                    __m256 sums[AT_ONCE][2];
-                    multiply_any(floats + row * k, weight, num_rows, column, k, sums);
-                    for (int i = 0; i < 2 * num_rows; i++) {
-                        const int64_t at = column * ROWS + i % 2 * WIDTH;
-                        __m256 sum = sums[i / 2][i % 2];
-                        if (weight->bits == 8)
-                            sum = _mm256_mul_ps(
-                                sum, _mm256_loadu_ps((const float *)weight->scales + at));
-                        if (bias)
-                            sum = _mm256_add_ps(sum, load8(bias + at));
-                        const int64_t to = (row + i / 2) * n + at;
-                        if (is_float)
-                            _mm256_storeu_ps((float *)out + to, sum);
-                        else
-                            store8((bf16 *)out + to, sum);
+            const int64_t rows = MIN(ROWS_IN_CACHE, m - begin);
+            int64_t column = columns * thread / num_threads;
+            while (column < last) {
+                const int64_t end = column + multiply(floats + begin * k, weight, rows, column,
+                                                      last - column, k, sums);
+                for (const float *from = sums; column < end; column++) {
+                    for (int64_t row = begin; row < begin + rows; row++) {
+                        for (int64_t at = column * ROWS; at < (column + 1) * ROWS; at += WIDTH) {
+                            __m256 sum = _mm256_load_ps(from);
+                            from += WIDTH;
+                            if (weight->bits == 8)
+                                sum = _mm256_mul_ps(
+                                    sum, _mm256_loadu_ps((const float *)weight->scales + at));
+                            if (bias)
+                                sum = _mm256_add_ps(sum, load8(bias + at));
+                            if (is_float)
+                                _mm256_storeu_ps((float *)out + row * n + at, sum);
+                            else
+                                store8((bf16 *)out + row * n + at, sum);
+                        }
                     }
                 }
             }
@@ -221,6 +332,13 @@ static void silu_and_mul_row(const bf16 *gate, const bf16 *up, bf16 *out, int64_
 static void begin_attention(void) {}
 
 static void end_attention(void) {}
+
+INLINE void fetch(const bf16 *keys, int64_t token_size, int64_t dim)
+{
+    for (int j = 0; j < KEYS_AT_ONCE; j++)
+        for (int64_t i = 0; i < dim; i += PAIRS)
+            _mm_prefetch((const char *)(keys + j * token_size + i), _MM_HINT_T0);
+}
 
 /* Scores of 4 keys from `k` on with `halves` x 8 columns of queries, [dim, 16]. */
 INLINE void score(const float *queries, const bf16 *k, int64_t token_size, int64_t dim, int halves,
@@ -249,10 +367,12 @@ INLINE void score(const float *queries, const bf16 *k, int64_t token_size, int64
 
 /* Adds up to 16 values of keys' rows, weighed with the probabilities of some columns. */
 INLINE void add_values(const bf16 *v, int64_t token_size, const float *probs, int64_t num_keys,
-                       int num_columns, __m256 sums[AT_ONCE][2])
+                       int num_columns, __m256 sums[QUERIES_AT_ONCE][2])
 {
-    __m256 own[AT_ONCE][2]; /* in registers, see above */
-    memcpy(own, sums, num_columns * sizeof(own[0]));
+    __m256 own[QUERIES_AT_ONCE][2]; /* in registers, see above */
+    for (int c = 0; c < num_columns; c++)
+        for (int half = 0; half < 2; half++)
+            own[c][half] = sums[c][half];
     for (int64_t key = 0; key < num_keys; key++, v += token_size, probs += ROWS) {
         const __m256 lower = load8(v), upper = load8(v + WIDTH);
         for (int c = 0; c < num_columns; c++) {
@@ -261,17 +381,20 @@ INLINE void add_values(const bf16 *v, int64_t token_size, const float *probs, in
             own[c][1] = _mm256_fmadd_ps(p, upper, own[c][1]);
         }
     }
-    memcpy(sums, own, num_columns * sizeof(own[0]));
+    for (int c = 0; c < num_columns; c++)
+        for (int half = 0; half < 2; half++)
+            sums[c][half] = own[c][half];
 }
 
 static void add_values_any(const bf16 *v, int64_t token_size, const float *probs, int64_t num_keys,
-                           int num_columns, __m256 sums[AT_ONCE][2])
+                           int num_columns, __m256 sums[QUERIES_AT_ONCE][2])
 {
     switch (num_columns) {
     case 1: add_values(v, token_size, probs, num_keys, 1, sums); break;
     case 2: add_values(v, token_size, probs, num_keys, 2, sums); break;
     case 3: add_values(v, token_size, probs, num_keys, 3, sums); break;
-    default: add_values(v, token_size, probs, num_keys, AT_ONCE, sums);
+    case 4: add_values(v, token_size, probs, num_keys, 4, sums); break;
+    default: add_values(v, token_size, probs, num_keys, QUERIES_AT_ONCE, sums);
     }
 }
 
@@ -314,6 +437,9 @@ static void attend(const struct attention *s, int64_t seq, int64_t kv_head, int6
     for (int64_t key = begin; key < end; key += KEYS_AT_ONCE) {
         float *scores = scratch->scores + (key - begin) * ROWS;
         const bf16 *k = at_key(s, s->keys, seq, kv_head, key);
+        fetch(k + (s->values - s->keys), token_size, dim);
+        if (key + KEYS_AHEAD < end)
+            fetch(at_key(s, s->keys, seq, kv_head, key + KEYS_AHEAD), token_size, dim);
         if (halves == 1)
             score(queries[0], k, token_size, dim, 1, s->scale, scores);
         else
@@ -348,10 +474,10 @@ static void attend(const struct attention *s, int64_t seq, int64_t kv_head, int6
 
     /* Products with the values, of 16 of `dim` at a time. */
     for (int64_t i = 0; i < dim; i += ROWS) {
-        for (int64_t c = 0; c < columns; c += AT_ONCE) {
-            const int num_columns = MIN(AT_ONCE, columns - c);
-            __m256 sums[AT_ONCE][2];
-            for (int j = 0; j < AT_ONCE; j++)
+        for (int64_t c = 0; c < columns; c += QUERIES_AT_ONCE) {
+            const int num_columns = MIN(QUERIES_AT_ONCE, columns - c);
+            __m256 sums[QUERIES_AT_ONCE][2];
+            for (int j = 0; j < QUERIES_AT_ONCE; j++)
                 sums[j][0] = sums[j][1] = _mm256_setzero_ps();
             for (int64_t key = seen, next; key < end; key = next) {
                 next = MIN((key / s->block_size + 1) * s->block_size, end);
