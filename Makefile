@@ -104,7 +104,7 @@ loadtest: setup
 	$(PY) -m loadtests replay results/loadtest.jsonl --url localhost:$(GRPC_PORT) \
 		--metrics-url http://localhost:$(METRICS_PORT)/metrics --output results/loadtest $(ARGS)
 
-# 10 minutes or 10,000 requests of all kinds; failing steps, and SIGTERM at the end
+# 10,000 requests of all kinds, or 20 minutes; failing steps, and SIGTERM at the end
 soak: setup
 	$(PY) -m loadtests.soak $(ARGS)
 

@@ -22,7 +22,7 @@ from backend.engine import Engine, EngineStats, StepFigures
 from backend.errors import Cancelled, InvalidArgument, RefusalReason, RequestError, Unavailable
 from backend.output import RequestOutput, Usage
 from backend.protocol import GenerationRequest, response_tensors
-from backend.sequence import EngineOutput, EngineRequest, FinishReason
+from backend.sequence import EngineOutput, EngineRequest, FinishReason, RequestClass
 from backend.tokenizer import Tokenizer
 from backend.trace import Captured, TraceWriter
 from backend.usage import Totals
@@ -61,7 +61,13 @@ class LiveRequest:
     outputs: dict[int, RequestOutput]  # by the engine's request ids: one an answer
     first: EngineRequest  # of them
     bill: Bill
+    has_sent: bool = False
     cancelling: bool = False
+
+    @property
+    def urgency(self) -> tuple[bool, RequestClass]:
+        """The smaller one's responses are sent first: a first token is waited for most."""
+        return self.has_sent, self.first.request_class
 
 
 # What the engine's thread puts, in order; None: nothing comes any more.
@@ -148,8 +154,8 @@ class OutputThread:
             for request_id, merged in outputs.items():
                 if live := self._live.get(request_id):
                     fresh.setdefault(live, []).extend(merged)
-            for live, merged in fresh.items():
-                self._guarded(self._respond, live, merged)
+            for live in sorted(fresh, key=lambda live: live.urgency):
+                self._guarded(self._respond, live, fresh[live])
             if totals:
                 self._billing.totals(totals)
             if time.monotonic() >= next_poll:
@@ -198,6 +204,7 @@ class OutputThread:
             self._tokenizer,
         )
         live.responder.send(tensors, final)
+        live.has_sent = True
 
     def _end(self, live: LiveRequest, reason: FinishReason | None) -> Usage:
         self._forget(live)

@@ -1,6 +1,6 @@
-"""A soak test: everything that clients and steps may do to a server, for minutes, at once.
+"""A soak test: everything that clients and steps may do to a server, ten thousand times, at once.
 
-    make soak ARGS="--minutes 10 --requests 10000"
+    make soak ARGS="--minutes 20 --requests 10000"
 
 Clients ask, cancel, hang up, send nonsense, come with deadlines, read slowly; some steps fail, some
 find no memory (`tests/faults.py`). At the end the server is told to stop with streams open. Then:
@@ -104,7 +104,8 @@ class Soak:
             (10, self._cancel),
             (8, self._hang_up),
             (8, self._send_nonsense),
-            (6, self._hurry),
+            (4, self._hurry),
+            (4, self._expire),
             (3, self._read_slowly),
             (3, self._find_no_memory),
             (2, self._fail),
@@ -194,6 +195,17 @@ class Soak:
             return "timed out"
         return "answered in time"
 
+    def _expire(self, rng: random.Random) -> str:
+        try:
+            self.grpc.generate(
+                rng.choice(self.prompts), sampling=greedy(500), deadline_ms=rng.randrange(200, 2000)
+            )
+        except GenerationError as error:
+            if error.code == "UNAVAILABLE" and "deadline" in error.message:
+                return "expired"
+            raise
+        return "answered in time"
+
     def _fail(self, rng: random.Random) -> str:
         with self._lock:
             if time.monotonic() < self._next_failure:
@@ -262,7 +274,7 @@ def greedy(max_tokens: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtests.soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--minutes", type=float, default=20, help="at most")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--log", type=Path, default=None, help="the server's; default: none")
     options = parser.parse_args()
