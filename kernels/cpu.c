@@ -1,6 +1,6 @@
 /* The operations of a model on CPUs, for bfloat16: see `cpu.py`, which builds and calls this, and
  * `kernels/__init__.py` for what each does. Products, attention and whatever else depends on the
- * processor are in `cpu_amx.h` or `cpu_avx2.h`, sampling, for AVX-512, in `cpu_sampling.h`.
+ * processor are in `cpu_amx.h` or `cpu_avx2.h`, sampling in `cpu_sampling.h`.
  *
  * No result of a row depends on which other rows are computed with it: every sum is taken in an
  * order that only the row itself decides (He et al., "Defeating nondeterminism in LLM inference",
@@ -123,10 +123,10 @@ static const bf16 *at_key(const struct attention *s, const bf16 *cache, int64_t 
 
 #ifdef __AMX_BF16__
 #include "cpu_amx.h"
-#include "cpu_sampling.h"
 #else
 #include "cpu_avx2.h"
 #endif
+#include "cpu_sampling.h"
 
 /* -- norms, activation, rotary embedding -- */
 

@@ -1,8 +1,8 @@
 """The operations of a model in bfloat16 on CPUs, in C, built on first use for this processor.
 
-With AMX they are several times as fast as PyTorch's, and sample as well; with AVX2 alone, weights
-of 2 bytes that are multiplied in float32 make small batches fast. `takes()` says whether they take
-a tensor; elsewhere the twins of `reference.py` run.
+With AMX they are several times as fast as PyTorch's; with AVX2 alone, weights of 2 bytes that are
+multiplied in float32 make small batches fast. `takes()` says whether they take a tensor; elsewhere
+the twins of `reference.py` run.
 """
 
 import ctypes
@@ -129,9 +129,8 @@ def library() -> ctypes.CDLL | None:
         "rope_and_cache": [pointer] * 6 + [real] + [pointer] * 3 + [size] * 4,
         "attention": [ctypes.POINTER(_Attention)],
         "decode": [ctypes.POINTER(_Decoder)],
+        "sample": [ctypes.POINTER(_Sampling)],
     }
-    if has_amx:
-        signatures["sample"] = [ctypes.POINTER(_Sampling)]
     for name, argtypes in signatures.items():
         function = getattr(lib, name)
         function.argtypes, function.restype = argtypes, None
@@ -365,11 +364,7 @@ def attention(
 
 def samples(logits: Tensor) -> bool:
     """Whether `sample` takes these."""
-    return (
-        logits.device.type == "cpu"
-        and logits.dtype == torch.float32
-        and hasattr(library(), "sample")
-    )
+    return logits.device.type == "cpu" and logits.dtype == torch.float32 and library() is not None
 
 
 def sample(logits: Tensor, sampling: SamplingTensors | None) -> Tensor:
