@@ -4,7 +4,8 @@
     server          ours behind Triton Server, streamed over gRPC
     vllm            vLLM's CPU build, in process
     vllm backend    vLLM's Triton backend in the same Triton Server as ours, by the same client;
-                    its model.py is in no package: VLLM_BACKEND names a folder that has it
+                    its model.py is in no package: VLLM_BACKEND names a folder that has it;
+                    VLLM_DTYPE may name another dtype than bfloat16
     openvino ...    OpenVINO GenAI's ContinuousBatchingPipeline, in process
     llama.cpp ...   its server, streamed over HTTP; LLAMA_SERVER may name another binary
 

@@ -28,7 +28,7 @@ _VLLM_ENVIRONMENT = {
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
 }
-_VLLM_MODEL = """{{"model": "{model}", "dtype": "bfloat16", "max_model_len": 2048,
+_VLLM_MODEL = """{{"model": "{model}", "dtype": "{dtype}", "max_model_len": 2048,
 "max_num_seqs": 64, "enable_prefix_caching": false}}"""
 
 # With the inputs that our client sends to ours; there they have no meaning.
@@ -237,6 +237,7 @@ def _lay_out_vllm_backend(repository: Path, model: Path) -> Path:
     version.mkdir(parents=True)
     for path in Path(source).iterdir():
         (version / path.name).symlink_to(path.resolve())
-    (version / "model.json").write_text(_VLLM_MODEL.format(model=model))
+    dtype = os.environ.get("VLLM_DTYPE", "bfloat16")
+    (version / "model.json").write_text(_VLLM_MODEL.format(model=model, dtype=dtype))
     (version.parent / "config.pbtxt").write_text(_VLLM_CONFIG)
     return repository
