@@ -305,8 +305,11 @@ def _table(title: str, *columns: str) -> Table:
 def main() -> None:
     parts = {function.__name__: function for function in (burst, mixed, long, unread, tight)}
     parser = argparse.ArgumentParser(prog="python -m loadtests.pressure", description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=[*parts, []], default=list(parts))
-    for name in parser.parse_args().parts:
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(parts)}; all")
+    names = parser.parse_args().parts or list(parts)
+    if unknown := set(names) - set(parts):
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
+    for name in names:
         Console(width=120).print(parts[name]())
 
 
