@@ -269,15 +269,16 @@ def tight(num_requests: int = 64, num_tokens: int = 96) -> Table:
     )
     lengths = [16 if i % 4 == 3 else num_tokens for i in range(num_requests)]
     wanted = num_requests * -(-(64 + num_tokens) // 16)
+    limits = {"max_num_seqs": 64, "dtype": "float32", "max_queue_delay_ms": 600_000}
     texts: list[str] = []
     for num_blocks in (wanted, wanted // 10):
-        memory = num_blocks * _BLOCK_BYTES
-        with serving(max_num_seqs=64, dtype="float32", kv_cache_memory=memory) as client:
+        with serving(kv_cache_memory=num_blocks * _BLOCK_BYTES, **limits) as client:
             begin = time.perf_counter()
             with ThreadPoolExecutor(num_requests) as pool:
                 results = list(
                     pool.map(lambda i: ask(client, prompt(64, i), lengths[i]), range(num_requests))
                 )
+        assert not any(errors := [result.error for result in results]), errors
         assert [result.num_tokens for result in results] == lengths
         seconds = max(result.end for result in results) - begin
         short = [r.end - begin for r, length in zip(results, lengths, strict=True) if length == 16]
