@@ -20,8 +20,6 @@ from client import Delta
 from client.request import request_fields
 from client.sse import parse_events
 
-_PATH = "/v2/models/smollm2/generate_stream"
-
 
 @dataclass(slots=True)
 class Answer:
@@ -35,7 +33,12 @@ class Answer:
 
 
 def volley(
-    url: str, prompts: Sequence[str], max_tokens: int, interval: float = 0, timeout: float = 300
+    url: str,
+    prompts: Sequence[str],
+    max_tokens: int,
+    interval: float = 0,
+    timeout: float = 300,
+    model: str = "smollm2",
 ) -> list[Answer]:
     """Ask for so many tokens each.
 
@@ -47,7 +50,8 @@ def volley(
         TimeoutError: an answer was not complete in time.
     """
     host, port = urlsplit(url).hostname, urlsplit(url).port
-    requests = [_request(f"{host}:{port}", prompt, max_tokens) for prompt in prompts]
+    path = f"/v2/models/{model}/generate_stream"
+    requests = [_request(f"{host}:{port}", path, prompt, max_tokens) for prompt in prompts]
     connections = [socket.create_connection((host, port)) for _ in prompts]
     received = [bytearray() for _ in prompts]
     answers: list[Answer] = []
@@ -81,11 +85,11 @@ def volley(
     return answers
 
 
-def _request(host: str, prompt: str, max_tokens: int) -> bytes:
+def _request(host: str, path: str, prompt: str, max_tokens: int) -> bytes:
     sampling = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
     body = json.dumps(request_fields(prompt, sampling=sampling)).encode()
     head = (
-        f"POST {_PATH} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body

@@ -34,8 +34,9 @@ def unload(control, name: str) -> float:
     return time.monotonic() - started
 
 
-def test_load_and_unload_five_times(server, repository, control):
-    write_model(repository, "cycled", kv_cache_memory="64MiB", max_model_len=512)
+def test_load_and_unload_five_times(server, repository, control, tiny_weights):
+    limits = {"kv_cache_memory": "64MiB", "max_model_len": 512}
+    write_model(repository, "cycled", model=tiny_weights, **limits)
     num_processes = len(processes_of(server))
     resident, texts = [], set()
     for _ in range(5):

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import tritonclient.grpc as grpcclient
 
+from loadtests.volley import volley
 from tests.server.harness import collect, send, until, write_model
 
 LONG = {"max_tokens": 120, "ignore_eos": True, "temperature": 0}
@@ -60,6 +61,18 @@ def test_a_burst_is_taken_in_up_to_the_limit_and_the_rest_is_never_tokenised(ser
         and "; try again " in response.error
         for response in refused
     )
+    changes(server, before, tokenized=len(answered), full=len(refused))
+
+
+def test_a_volley_sees_what_other_clients_do(server):
+    before = counters(server)
+    answers = volley(server.http_url, [f"Say {i}" for i in range(12)], 6, model="cramped")
+    refused = [answer for answer in answers if answer.error]
+    answered = [answer for answer in answers if not answer.error]
+    assert len(answered) >= NUM_PLACES
+    assert all(sum(d.num_output_tokens for d in answer.deltas) == 6 for answer in answered)
+    assert all(answer.error.startswith("UNAVAILABLE: queue_full") for answer in refused)
+    assert all(answer.start < answer.first <= answer.end for answer in answers)
     changes(server, before, tokenized=len(answered), full=len(refused))
 
 
