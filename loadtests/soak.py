@@ -38,7 +38,7 @@ MAX_TOKENS = 24
 LIMITS: dict[str, Any] = {
     # An answer must be the same in any company: to the bit by the C operations, nearly in float32.
     "dtype": "auto" if cpu.library() else "float32",
-    "kv_cache_memory": "16MiB",  # with no reserve, some are preempted
+    "kv_cache_memory": "24MiB",  # with no reserve, some are preempted
     "reserve_blocks_per_seq": 0,
     "max_num_seqs": 16,
     "max_queue_size": 64,
