@@ -93,7 +93,7 @@ $(VENV)-vllm-backend/.tried: $(VENV)-vllm/.tried
 bench-front: setup
 	$(PY) -m loadtests.front $(ARGS)
 
-# Bursts, classes, long prompts, a small KV cache: three minutes; ARGS=long for one part
+# Bursts, classes, long prompts, a small KV cache: ten minutes on two cores; ARGS=long for one part
 pressure: setup
 	$(PY) -m loadtests.pressure $(ARGS)
 
