@@ -16,8 +16,8 @@ CRAMPED = {
     "max_num_seqs": 2,
     "max_queue_size": 4,
     "max_num_batched_tokens": 64,
-    "max_output_tokens": 128,
-    "kv_cache_memory": 256 * KV_BYTES,
+    "max_output_tokens": 240,
+    "kv_cache_memory": 512 * KV_BYTES,
     "prefix_cache": "off",  # else equal prompts share blocks, and all fit
 }
 

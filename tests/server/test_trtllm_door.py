@@ -291,7 +291,7 @@ def test_what_is_too_much_for_the_main_model_is_refused_at_once(server):
 def test_cancelling(server, stream):
     """Running ones and waiting ones."""
     before = server.metric("requests_total", "cramped", outcome="cancelled")
-    options = {"model": "cramped_door", "max_tokens": 100, "end_id": -1, "stream": stream}
+    options = {"model": "cramped_door", "max_tokens": 230, "end_id": -1, "stream": stream}
     streams = [ask(server, f"Tell {i}", **options) for i in range(6)]
     until(lambda: server.metric("requests_running", "cramped") == 2)
     until(lambda: server.metric("requests_waiting", "cramped") == 4)
