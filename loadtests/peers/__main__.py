@@ -2,10 +2,9 @@
 
     engine          ours, in this process; `engine int8`: with its weights in 8 bits
     server          ours behind Triton Server, streamed over gRPC
-    vllm            vLLM's CPU build, in process
+    vllm            vLLM's CPU build, in process; VLLM_DTYPE may name another dtype than bfloat16
     vllm backend    vLLM's Triton backend in the same Triton Server as ours, by the same client;
-                    its model.py is in no package: VLLM_BACKEND names a folder that has it;
-                    VLLM_DTYPE may name another dtype than bfloat16
+                    its model.py is in no package: VLLM_BACKEND names a folder that has it
     openvino ...    OpenVINO GenAI's ContinuousBatchingPipeline, in process
     llama.cpp ...   its server, streamed over HTTP; LLAMA_SERVER may name another binary
 

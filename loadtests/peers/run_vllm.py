@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 def start(settings: dict[str, Any]) -> tuple[str, Run]:
     llm = vllm.LLM(
         settings["model"],
-        dtype="bfloat16",
+        dtype=settings["dtype"],
         max_model_len=2048,
         max_num_seqs=64,
         enable_prefix_caching=True,

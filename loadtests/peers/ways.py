@@ -143,7 +143,7 @@ def started(
 
     def vllm() -> Way:
         model = model_files.hugging_face(shipped, folder)
-        settings = {"model": str(model)}
+        settings = {"model": str(model), "dtype": _vllm_dtype()}
         python = _python("vllm")
         return Peer("vllm", python, "run_vllm.py", settings, plain, folder, _VLLM_ENVIRONMENT)
 
@@ -228,6 +228,10 @@ def _python(peer: str) -> Path:
     return python
 
 
+def _vllm_dtype() -> str:
+    return os.environ.get("VLLM_DTYPE", "bfloat16")
+
+
 def _lay_out_vllm_backend(repository: Path, model: Path) -> Path:
     source = os.environ.get("VLLM_BACKEND")
     if not source or not (Path(source) / "model.py").exists():
@@ -237,7 +241,7 @@ def _lay_out_vllm_backend(repository: Path, model: Path) -> Path:
     version.mkdir(parents=True)
     for path in Path(source).iterdir():
         (version / path.name).symlink_to(path.resolve())
-    dtype = os.environ.get("VLLM_DTYPE", "bfloat16")
-    (version / "model.json").write_text(_VLLM_MODEL.format(model=model, dtype=dtype))
+    model_json = _VLLM_MODEL.format(model=model, dtype=_vllm_dtype())
+    (version / "model.json").write_text(model_json)
     (version.parent / "config.pbtxt").write_text(_VLLM_CONFIG)
     return repository
