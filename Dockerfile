@@ -23,7 +23,7 @@ COPY . .
 RUN pip install --no-cache-dir --no-deps .
 
 # As a backend, too: model folders with `backend: "tritium"` need no model.py.
-COPY tritium /opt/tritonserver/backends/tritium
+COPY tritium/model.py /opt/tritonserver/backends/tritium/model.py
 
 # Compiled kernels, of Triton-lang and of C: triton-server, the user below, has no home folder.
 ENV TRITON_CACHE_DIR=/tmp/triton-lang XDG_CACHE_HOME=/tmp/cache

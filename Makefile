@@ -28,7 +28,7 @@ $(VENV)/.installed: requirements.txt requirements-dev.txt requirements-server.tx
 	@touch $@
 
 serve: setup
-	@$(PY) -m backend.serve --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) \
+	@$(PY) -m tritium.backend.host.serve --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) \
 		--metrics-port $(METRICS_PORT) -- $(ARGS)
 
 # Other people's clients, for tests; their requirements are not those of the engine.
@@ -58,10 +58,10 @@ format: setup
 	$(VENV)/bin/ruff format .
 
 bench: setup
-	$(PY) -m loadtests.bench $(ARGS)
+	$(PY) -m tritium.loadtests.bench $(ARGS)
 
 bench-peers: setup peers
-	$(PY) -m loadtests.peers $(ARGS)
+	$(PY) -m tritium.loadtests.peers $(ARGS)
 
 # Each in an environment of its own beside ours; one that can't be installed is told and left out.
 PEERS ?= vllm vllm-backend openvino llamacpp
@@ -91,52 +91,52 @@ $(VENV)-vllm-backend/.tried: $(VENV)-vllm/.tried
 	@touch $@
 
 bench-front: setup
-	$(PY) -m loadtests.front $(ARGS)
+	$(PY) -m tritium.loadtests.front $(ARGS)
 
 # Bursts, classes, long prompts, a small KV cache: ten minutes on two cores; ARGS=long for one part
 pressure: setup
-	$(PY) -m loadtests.pressure $(ARGS)
+	$(PY) -m tritium.loadtests.pressure $(ARGS)
 
 # 30 s of made-up traffic against a served model
 loadtest: setup
-	$(PY) -m loadtests synthesize results/loadtest.jsonl --requests 120 --rate 4 --dispersion 3 \
+	$(PY) -m tritium.loadtests synthesize results/loadtest.jsonl --requests 120 --rate 4 --dispersion 3 \
 		--input-length 100 400 --output-length 30 100 --hit-ratio 0.3
-	$(PY) -m loadtests replay results/loadtest.jsonl --url localhost:$(GRPC_PORT) \
+	$(PY) -m tritium.loadtests replay results/loadtest.jsonl --url localhost:$(GRPC_PORT) \
 		--metrics-url http://localhost:$(METRICS_PORT)/metrics --output results/loadtest $(ARGS)
 
 # 10,000 requests of all kinds, or 20 minutes; failing steps, and SIGTERM at the end
 soak: setup
-	$(PY) -m loadtests.soak $(ARGS)
+	$(PY) -m tritium.loadtests.soak $(ARGS)
 
 # Which limits suit a trace: make tune ARGS="trace.jsonl --slo-ttft-ms 500 --slo-tpot-ms 100"
 tune: setup
-	$(PY) -m loadtests.tune $(ARGS)
+	$(PY) -m tritium.loadtests.tune $(ARGS)
 
 # What each idea gains on a trace: make gains ARGS="trace.jsonl --input-scale 0.25"
 gains: setup
-	$(PY) -m loadtests.gains $(ARGS)
+	$(PY) -m tritium.loadtests.gains $(ARGS)
 
 # A trace under locust, captured by the server, replayed, captured again: make roundtrip ARGS="trace.jsonl"
 roundtrip: setup
-	$(PY) -m loadtests.roundtrip $(ARGS)
+	$(PY) -m tritium.loadtests.roundtrip $(ARGS)
 
-# At most 10 minutes on one GPU; also without this environment: python3 -m benchmarks.gpu_check
+# At most 10 minutes on one GPU; also without this environment: python3 -m tritium.benchmarks.gpu_check
 gpu-check: setup
-	$(PY) -m benchmarks.gpu_check $(ARGS)
+	$(PY) -m tritium.benchmarks.gpu_check $(ARGS)
 
 roofline: setup
-	$(PY) -m benchmarks.roofline $(ARGS)
+	$(PY) -m tritium.benchmarks.roofline $(ARGS)
 
 # What a step costs on CPU, in bfloat16, int8 and int4, and how that grows
 cpu-steps: setup
-	$(PY) -m benchmarks.cpu_steps
+	$(PY) -m tritium.benchmarks.cpu_steps
 
 # What int8 and int4 weights do to a model's answers
 quality: setup
-	$(PY) -m benchmarks.quality
+	$(PY) -m tritium.benchmarks.quality
 
 kernel-table: setup
-	$(PY) -m benchmarks.pages
+	$(PY) -m tritium.benchmarks.pages
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) $(PEERS:%=$(VENV)-%) build *.egg-info

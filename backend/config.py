@@ -8,9 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from backend.repetition import RepetitionDetection
-from backend.speculative import SpeculativeConfig
-
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -37,6 +34,50 @@ def _parse_json(value: Any) -> Any:
         except ValueError as error:
             raise ValueError(f"should be JSON: {error}") from None
     return value
+
+
+class RepetitionDetection(BaseModel):
+    """Whether an answer ends in a loop: a pattern of tokens, `min_count` times on end.
+
+    The fields are those of vLLM's sampling parameter of this name.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_pattern_size: int = Field(0, ge=0, le=1024)  # tokens; 0: never
+    min_pattern_size: int = Field(1, ge=1)
+    min_count: int = Field(2, ge=2)
+
+    @model_validator(mode="after")
+    def _check(self) -> "RepetitionDetection":
+        if self.min_pattern_size > self.max_pattern_size > 0:
+            raise ValueError(
+                f"min_pattern_size ({self.min_pattern_size}) should be at most "
+                f"max_pattern_size ({self.max_pattern_size})"
+            )
+        return self
+
+
+class SpeculativeConfig(BaseModel):
+    """Names as in vLLM's `speculative_config`, but for `by_default`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: Literal["ngram"] = "ngram"  # prompt lookup
+    num_speculative_tokens: int = Field(8, ge=1, le=64)  # in a draft, at most
+    prompt_lookup_min: int = Field(3, ge=1, le=16)  # tokens that have to be met again, at least
+    prompt_lookup_max: int = Field(5, ge=1, le=16)  # the more are tried first
+    disable_by_batch_size: int = Field(32, ge=1)  # no drafts while more sequences run
+    by_default: bool = True  # ours: whether for requests that don't say
+
+    @model_validator(mode="after")
+    def _check(self) -> "SpeculativeConfig":
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min ({self.prompt_lookup_min}) should be at most "
+                f"prompt_lookup_max ({self.prompt_lookup_max})"
+            )
+        return self
 
 
 class EngineConfig(BaseModel):
@@ -131,7 +172,7 @@ class EngineConfig(BaseModel):
     batch_invariant: bool = Field(
         False,
         description="whether an answer is the same to the bit in any company, on a GPU at a cost; "
-        "on CPU, in bfloat16 by kernels/cpu.c, it always is",
+        "on CPU, in bfloat16 by kernels/cpu/ops.c, it always is",
     )
     quantization: Literal["none", "int8", "int4"] = Field(
         "none",

@@ -17,11 +17,11 @@ from weakref import WeakValueDictionary
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from backend import handover
-from backend.config import ConfigError, EngineConfig
-from backend.errors import InvalidArgument, RequestError
-from backend.logs import JsonFormatter
-from backend.protocol import INPUTS, OUTPUTS, wants_error_code
+from tritium.backend.config import ConfigError, EngineConfig
+from tritium.backend.errors import InvalidArgument, RequestError
+from tritium.backend.front.protocol import INPUTS, OUTPUTS, wants_error_code
+from tritium.backend.host.logs import JsonFormatter
+from tritium.backend.trtllm import handover
 
 logger = logging.getLogger("tritium")
 
@@ -51,18 +51,18 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         # Not needed, and not waited for, by the process that only completes the configuration.
-        from backend.billing import Billing
-        from backend.calibration import measure_weights
-        from backend.front import Front
-        from backend.guardian import Guardian
-        from backend.ledger import Ledger
-        from backend.metrics import Metrics
-        from backend.model_runner import ModelRunner
-        from backend.models.loader import resolve
-        from backend.server_watch import ServerWatch
-        from backend.structured import GrammarCompiler
-        from backend.tokenizer import Tokenizer
-        from backend.usage import BusyTime
+        from tritium.backend.accounts.billing import Billing
+        from tritium.backend.accounts.ledger import Ledger
+        from tritium.backend.accounts.metrics import Metrics
+        from tritium.backend.engine.usage import BusyTime
+        from tritium.backend.front.front import Front
+        from tritium.backend.front.structured import GrammarCompiler
+        from tritium.backend.front.tokenizer import Tokenizer
+        from tritium.backend.host.guardian import Guardian
+        from tritium.backend.host.server_watch import ServerWatch
+        from tritium.backend.runner.calibration import measure_weights
+        from tritium.backend.runner.model_runner import ModelRunner
+        from tritium.backend.runner.models.loader import resolve
 
         self._handed_over: WeakValueDictionary[str, _HandedOver] = WeakValueDictionary()
         model_config = json.loads(args["model_config"])

@@ -1,3 +1,3 @@
 """What the engine's steps should cost and do cost, and the command that checks it on a GPU."""
 
-import backend  # noqa: F401 -- before torch, which reads what it sets
+from tritium import backend  # noqa: F401 -- before torch, which reads what it sets

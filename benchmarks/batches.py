@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import AttentionMetadata, KVCache
+from tritium.kernels import AttentionMetadata, KVCache
 
 BLOCK_SIZE = 16
 NAN = float("nan")

@@ -1,6 +1,6 @@
 """What sharing a step's time costs the engine's thread, and what part of a step that is.
 
-    python -m benchmarks.bill_cost
+    python -m tritium.benchmarks.bill_cost
 
 Decoding sequences of 1,024 tokens. Against two steps: of SmolLM2-135M on 2 cores, as measured
 (docs/results.md), and of an 8B model on an H200 that can't be shorter (benchmarks/roofline.py).
@@ -9,12 +9,12 @@ Decoding sequences of 1,024 tokens. Against two steps: of SmolLM2-135M on 2 core
 import statistics
 import time
 
-from backend.models import ModelConfig
-from backend.scheduler import ScheduledSequence
-from backend.sequence import EngineRequest, Sequence
-from backend.usage import BusyTime
-from benchmarks.models import LLAMA_3_1_8B
-from benchmarks.roofline import H200, Step, step_seconds
+from tritium.backend.engine.scheduler import ScheduledSequence
+from tritium.backend.engine.sequence import EngineRequest, Sequence
+from tritium.backend.engine.usage import BusyTime
+from tritium.backend.runner.models import ModelConfig
+from tritium.benchmarks.models import LLAMA_3_1_8B
+from tritium.benchmarks.roofline import H200, Step, step_seconds
 
 LLAMA = ModelConfig.from_hf(LLAMA_3_1_8B())
 CONTEXT, ROUNDS = 1024, 2000

@@ -1,6 +1,6 @@
 """What capturing a request (`trace_path`) costs: on the front's thread, and on the capture's own.
 
-    python -m benchmarks.capture
+    python -m tritium.benchmarks.capture
 
 Both are CPU time of this process, into a file of a temporary folder.
 """
@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from backend.trace import Captured, TraceWriter
+from tritium.backend.accounts.trace import Captured, TraceWriter
 
 PROMPT_TOKENS, NUM_REQUESTS, ROUNDS = (16, 256, 1024, 8192), 500, 9
 

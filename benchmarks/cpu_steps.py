@@ -16,14 +16,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from backend.config import EngineConfig
-from backend.engine import Engine
-from backend.model_runner import ModelRunner
-from backend.scheduler import ScheduledSequence
-from backend.sequence import EngineRequest, SampledToken
-from benchmarks.engine_runs import make_engine
-from benchmarks.models import SMOLLM2
-from kernels import cpu
+from tritium.backend.config import EngineConfig
+from tritium.backend.engine.engine import Engine
+from tritium.backend.engine.scheduler import ScheduledSequence
+from tritium.backend.engine.sequence import EngineRequest, SampledToken
+from tritium.backend.runner.model_runner import ModelRunner
+from tritium.benchmarks.engine_runs import make_engine
+from tritium.benchmarks.models import SMOLLM2
+from tritium.kernels import cpu
 
 CONTEXT = 200  # tokens of each prompt
 ROUNDS = 30
@@ -48,7 +48,7 @@ KINDS = (
 
 @contextmanager
 def operations_of(kind: Kind) -> Iterator[None]:
-    """Within, PyTorch takes the place of kernels/cpu.c, where the kind says so."""
+    """Within, PyTorch takes the place of kernels/cpu/ops.c, where the kind says so."""
     library = cpu.library
     if not kind.in_c:
         cpu.library = lambda: None  # type: ignore[assignment]

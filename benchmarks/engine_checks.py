@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from backend.config import EngineConfig
-from backend.engine import Engine
-from backend.model_runner import ModelRunner
-from backend.models import ModelConfig
-from benchmarks.batches import BLOCK_SIZE
-from benchmarks.engine_runs import Meter, Work, generate, make_engine, random_work
-from benchmarks.models import SMALL, MakeConfig, our_model, transformers_model
-from benchmarks.phases import Case, Setup
-from kernels import KVCache, cpu
+from tritium.backend.config import EngineConfig
+from tritium.backend.engine.engine import Engine
+from tritium.backend.runner.model_runner import ModelRunner
+from tritium.backend.runner.models import ModelConfig
+from tritium.benchmarks.batches import BLOCK_SIZE
+from tritium.benchmarks.engine_runs import Meter, Work, generate, make_engine, random_work
+from tritium.benchmarks.models import SMALL, MakeConfig, our_model, transformers_model
+from tritium.benchmarks.phases import Case, Setup
+from tritium.kernels import KVCache, cpu
 
 EXACT, ROUNDED = 1e-3, 0.5  # bounds of the gap: in float32; in bfloat16 or with a quantised cache
 NUM_LAYERS = 4  # each does the same

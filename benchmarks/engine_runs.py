@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from backend.config import EngineConfig
-from backend.engine import Engine, Runner
-from backend.scheduler import ScheduledSequence
-from backend.sequence import EngineOutput, EngineRequest, SampledToken
+from tritium.backend.config import EngineConfig
+from tritium.backend.engine.engine import Engine, Runner
+from tritium.backend.engine.scheduler import ScheduledSequence
+from tritium.backend.engine.sequence import EngineOutput, EngineRequest, SampledToken
 
 
 class Work(NamedTuple):

@@ -1,7 +1,7 @@
 """`make gpu-check`: are the kernels right on this GPU, and how fast is it all?
 
-    python -m benchmarks.gpu_check                       # at most 10 minutes on one H200
-    python -m benchmarks.gpu_check --device cpu --small  # the same code, PyTorch twins, a minute
+    python -m tritium.benchmarks.gpu_check                       # at most 10 minutes on one H200
+    python -m tritium.benchmarks.gpu_check --device cpu --small  # the same code, a minute
 
 Needs torch, triton, numpy, transformers and pydantic, and no downloads: weights are random. Each
 phase runs in a process of its own, so that one that fails, or hangs, or breaks the CUDA context
@@ -26,17 +26,17 @@ import torch
 import transformers
 import triton
 
-from benchmarks.engine_checks import engine_checks
-from benchmarks.kernel_checks import (
+from tritium.benchmarks.engine_checks import engine_checks
+from tritium.benchmarks.kernel_checks import (
     attention_checks,
     batch_invariant_checks,
     elementwise_checks,
     rope_checks,
     sampling_checks,
 )
-from benchmarks.models import MODELS
-from benchmarks.phases import Phase, Setup
-from benchmarks.speed import (
+from tritium.benchmarks.models import MODELS
+from tritium.benchmarks.phases import Phase, Setup
+from tritium.benchmarks.speed import (
     ceilings,
     decode_attention_speed,
     model_speed,
@@ -143,7 +143,7 @@ def _short(number: Any) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check")
+    parser = argparse.ArgumentParser(prog="python -m tritium.benchmarks.gpu_check")
     parser.add_argument("--device", type=torch.device, default="cuda:0")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--only", default="", help="the phases whose names have this in them")

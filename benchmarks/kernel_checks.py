@@ -14,10 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import kernels
-from benchmarks.batches import BLOCK_SIZE, NAN, Heads, dense_attention, metadata_of, random_batch
-from benchmarks.phases import Case, Setup
-from kernels import KVCache, SamplingTensors, reference
+from tritium import kernels
+from tritium.benchmarks.batches import (
+    BLOCK_SIZE,
+    NAN,
+    Heads,
+    dense_attention,
+    metadata_of,
+    random_batch,
+)
+from tritium.benchmarks.phases import Case, Setup
+from tritium.kernels import KVCache, SamplingTensors, reference
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # Of a quantised cache against what it was made from: half a step of rounding, and the dtype's.

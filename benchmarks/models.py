@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from backend.models import LlamaModel, ModelConfig
+from tritium.backend.runner.models import LlamaModel, ModelConfig
 
 # Called, it gives a config; with arguments, one of other sizes.
 MakeConfig = Callable[..., PretrainedConfig]

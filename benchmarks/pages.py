@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from benchmarks import roofline
+from tritium.benchmarks import roofline
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/kernels.md"
 
@@ -22,7 +22,9 @@ def replaced(page: str, name: str, text: str) -> str:
 
 
 def main() -> None:
-    from kernels import aot  # imports all of the kernels, which the rest can do without
+    from tritium.kernels.cuda import (
+        aot,  # imports all of the kernels, which the rest can do without
+    )
 
     page = PAGE.read_text(encoding="utf-8")
     page = replaced(page, "kernels", aot.table(aot.compile_all()))

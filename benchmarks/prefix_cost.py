@@ -1,6 +1,6 @@
 """What looking for prefixes costs the host, where no prompt has one: the engine without a model.
 
-    python -m benchmarks.prefix_cost
+    python -m tritium.benchmarks.prefix_cost
 
 All of the engine's own work for a number of requests, in seconds of one core, with the prefix
 cache off, on (hash, look up, publish) and auto (hash, shadow index). Divided by the prompts' tokens
@@ -13,10 +13,10 @@ import statistics
 import time
 from collections.abc import Callable
 
-from backend.config import EngineConfig
-from backend.engine import Engine
-from backend.scheduler import ScheduledSequence
-from backend.sequence import EngineRequest, SampledToken
+from tritium.backend.config import EngineConfig
+from tritium.backend.engine.engine import Engine
+from tritium.backend.engine.scheduler import ScheduledSequence
+from tritium.backend.engine.sequence import EngineRequest, SampledToken
 
 NUM_REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS, ROUNDS = 128, 512, 64, 15
 

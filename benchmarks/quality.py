@@ -7,19 +7,19 @@ the next token); agreement is how often the likeliest next token is that of floa
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from backend.config import EngineConfig
-from backend.model_runner import ModelRunner
-from backend.models.loader import resolve
-from backend.sequence import EngineRequest, SampledToken
-from backend.serve import ROOT
-from backend.tokenizer import Tokenizer
-from benchmarks.engine_runs import make_engine
-from benchmarks.models import SMOLLM2
+from tritium.backend.config import EngineConfig
+from tritium.backend.engine.sequence import EngineRequest, SampledToken
+from tritium.backend.front.tokenizer import Tokenizer
+from tritium.backend.runner.model_runner import ModelRunner
+from tritium.backend.runner.models.loader import resolve
+from tritium.benchmarks.engine_runs import make_engine
+from tritium.benchmarks.models import SMOLLM2
 
 WINDOW = 512  # tokens, each seen from the window's start
 
@@ -34,7 +34,7 @@ KINDS = (Kind("float32"), Kind("bfloat16"), Kind("bfloat16", "int8"), Kind("bflo
 
 def windows() -> Iterator[list[int]]:
     tokenizer = Tokenizer(resolve(SMOLLM2))
-    text = "".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md")))
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted(Path("docs").glob("*.md")))
     token_ids = tokenizer.encode(text)
     for start in range(0, len(token_ids) - WINDOW + 1, WINDOW):
         yield token_ids[start : start + WINDOW]

@@ -1,6 +1,6 @@
 """What a step has to cost: the bytes it must move and the arithmetic it must do, by operation.
 
-    python -m benchmarks.roofline            # Markdown, for one H200
+    python -m tritium.benchmarks.roofline            # Markdown, for one H200
 
 Each operation takes the longer of its two times, bytes over the copy bandwidth and FLOPs over the
 rate of a large matrix product, both as measured, and the next one starts when it ends. Launches
@@ -12,8 +12,8 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from backend.models import ModelConfig
-from benchmarks.models import MODELS
+from tritium.backend.runner.models import ModelConfig
+from tritium.benchmarks.models import MODELS
 
 BYTES = 2  # of a number: bfloat16 for weights, activations and the KV cache
 LOGIT_BYTES = 4  # float32
@@ -187,7 +187,7 @@ def report(context: int, machine: Machine) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline")
+    parser = argparse.ArgumentParser(prog="python -m tritium.benchmarks.roofline")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence")
     print("\n\n".join(report(parser.parse_args().context, H200)))
 

@@ -1,4 +1,4 @@
-"""What drafts by prompt lookup gain and cost: `python -m benchmarks.speculative`.
+"""What drafts by prompt lookup gain and cost: `python -m tritium.benchmarks.speculative`.
 
 The engine alone, with drafts of several lengths and without, in turns. One task copies what its
 prompt holds, the other tells stories, sampled so that they don't run into loops. Every answer is
@@ -10,14 +10,13 @@ import statistics
 import time
 from typing import NamedTuple
 
-from backend.config import EngineConfig
-from backend.model_runner import ModelRunner
-from backend.models.loader import resolve
-from backend.sequence import EngineRequest
-from backend.speculative import SpeculativeConfig
-from backend.tokenizer import Tokenizer
-from benchmarks.engine_runs import make_engine
-from benchmarks.models import SMOLLM2
+from tritium.backend.config import EngineConfig, SpeculativeConfig
+from tritium.backend.engine.sequence import EngineRequest
+from tritium.backend.front.tokenizer import Tokenizer
+from tritium.backend.runner.model_runner import ModelRunner
+from tritium.backend.runner.models.loader import resolve
+from tritium.benchmarks.engine_runs import make_engine
+from tritium.benchmarks.models import SMOLLM2
 
 PARAGRAPHS = [
     f"The harbour of {town} lies in the {side} of the lake. Its entrance is marked by a lighthouse "

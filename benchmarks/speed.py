@@ -12,16 +12,23 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-import kernels
-from backend.config import EngineConfig
-from backend.model_runner import ModelRunner
-from benchmarks.batches import BLOCK_SIZE, Heads, metadata_of
-from benchmarks.engine_runs import Meter, generate, make_engine, nano_vllm_work, random_work, steps
-from benchmarks.models import SMALL, MakeConfig, our_model
-from benchmarks.phases import Case, Setup
-from benchmarks.roofline import Machine, Step, memory_seconds, step_seconds
-from benchmarks.timing import copy_bandwidth, matmul_rate, seconds_per_call
-from kernels import KVCache
+from tritium import kernels
+from tritium.backend.config import EngineConfig
+from tritium.backend.runner.model_runner import ModelRunner
+from tritium.benchmarks.batches import BLOCK_SIZE, Heads, metadata_of
+from tritium.benchmarks.engine_runs import (
+    Meter,
+    generate,
+    make_engine,
+    nano_vllm_work,
+    random_work,
+    steps,
+)
+from tritium.benchmarks.models import SMALL, MakeConfig, our_model
+from tritium.benchmarks.phases import Case, Setup
+from tritium.benchmarks.roofline import Machine, Step, memory_seconds, step_seconds
+from tritium.benchmarks.timing import copy_bandwidth, matmul_rate, seconds_per_call
+from tritium.kernels import KVCache
 
 LLAMA_HEADS = Heads(32, 8, 128)
 # What the calls timed together read at least: several times Hopper's L2 cache of 50 to 60 MB.

@@ -1,4 +1,4 @@
-"""The command line: `python -m client chat`, `generate PROMPT` and `usage report`."""
+"""The command line: `python -m tritium.client chat`, `generate PROMPT` and `usage report`."""
 
 import argparse
 import json
@@ -8,12 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
-from client.base import Client
-from client.chat import Chat, run_chat
-from client.grpc_client import GrpcClient
-from client.http_client import HttpClient
-from client.types import GenerationError, Usage
-from client.usage import add_commands
+from tritium.client.base import Client
+from tritium.client.chat import Chat, run_chat
+from tritium.client.grpc_client import GrpcClient
+from tritium.client.http_client import HttpClient
+from tritium.client.types import GenerationError, Usage
+from tritium.client.usage import add_commands
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="any other sampling parameter, the value as JSON; may be repeated",
     )
 
-    parser = argparse.ArgumentParser(prog="python -m client", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tritium.client", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     chat = commands.add_parser("chat", parents=[common], help="talk to the model")
     chat.add_argument("--system", help="system prompt")

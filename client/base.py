@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Self, Unpack
 
-from client.request import RequestOptions, request_fields
-from client.types import ConnectionLost, Delta, Generation, GenerationError
+from tritium.client.request import RequestOptions, request_fields
+from tritium.client.types import ConnectionLost, Delta, Generation, GenerationError
 
 
 class GenerationStream(Iterator[Delta]):

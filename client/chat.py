@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.markdown import Markdown
 
-from client.base import Client
-from client.types import GenerationError
+from tritium.client.base import Client
+from tritium.client.types import GenerationError
 
 HELP = "/reset forgets the conversation; /quit or Ctrl-D leaves; Ctrl-C stops an answer"
 

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from client.base import Client, GenerationStream
-from client.types import ConnectionLost, Delta, GenerationError
+from tritium.client.base import Client, GenerationStream
+from tritium.client.types import ConnectionLost, Delta, GenerationError
 
 # gRPC doubles its pause between attempts up to two minutes, in which every call fails at once:
 # too long for someone who waits for a server to start.

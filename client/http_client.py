@@ -16,9 +16,9 @@ from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from urllib.parse import quote, urlsplit
 
-from client.base import Client, GenerationStream
-from client.sse import parse_events
-from client.types import ConnectionLost, Delta, GenerationError
+from tritium.client.base import Client, GenerationStream
+from tritium.client.sse import parse_events
+from tritium.client.types import ConnectionLost, Delta, GenerationError
 
 # Triton Server's mapping of its codes, read backwards. Older ones (2.51) answer every error of the
 # generate endpoints with 400: there the message alone tells a full queue from a bad value.

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from client.ledger import Ledger, LedgerError, Row
+from tritium.client.ledger import Ledger, LedgerError, Row
 
 NS_PER_HOUR = 3_600_000_000_000
 # What can be grouped by, in SQL.
@@ -300,7 +300,7 @@ def _report(args: argparse.Namespace) -> int:
             show_table(report, Console(file=file, width=None if file.isatty() else 160))
         return 0
     if args.format == "html":
-        from client.usage_html import to_html  # plotly takes a second
+        from tritium.client.usage_html import to_html  # plotly takes a second
 
         text = to_html(report, ledger, args.price)
     else:

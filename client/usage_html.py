@@ -9,8 +9,8 @@ from pathlib import Path
 import plotly.graph_objects as go
 from jinja2 import Environment
 
-from client.ledger import Ledger
-from client.usage import GROUPS, NS_PER_HOUR, Report
+from tritium.client.ledger import Ledger
+from tritium.client.usage import GROUPS, NS_PER_HOUR, Report
 
 _PAGE = Path(__file__).with_name("usage.html.jinja")
 _NUM_BUCKETS = 60

@@ -8,10 +8,10 @@ code knows which runs. Nothing here imports from `backend/`.
 import torch
 from torch import Tensor
 
-from kernels import cpu, reference
-from kernels.cpu import Arena, PackedWeight
-from kernels.metadata import AttentionMetadata, KVCache
-from kernels.sampling_tensors import SamplingTensors
+from tritium.kernels import cpu, reference
+from tritium.kernels.cpu import Arena, PackedWeight
+from tritium.kernels.metadata import AttentionMetadata, KVCache
+from tritium.kernels.sampling_tensors import SamplingTensors
 
 __all__ = [
     "Arena",
@@ -73,7 +73,7 @@ def linear(
     if isinstance(weight, PackedWeight):
         return cpu.linear(x, weight, bias, dtype or x.dtype)
     if x.is_cuda and batch_invariant:
-        from kernels.matmul import matmul
+        from tritium.kernels.cuda.matmul import matmul
 
         return matmul(x, weight, bias, dtype)
     return reference.linear(x, weight, bias).to(dtype or x.dtype)
@@ -86,7 +86,7 @@ def rms_norm(
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight of each row (Zhang & Sennrich, 2019). [n, size]"""
     if x.is_cuda:
-        from kernels.norm import rms_norm as on_cuda
+        from tritium.kernels.cuda.norm import rms_norm as on_cuda
 
         return on_cuda(x, weight, eps)
     if cpu.takes(x):
@@ -102,7 +102,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """residual + x, and its rms_norm. Returns (normed, residual); `residual` is overwritten."""
     if x.is_cuda:
-        from kernels.norm import add_rms_norm as on_cuda
+        from tritium.kernels.cuda.norm import add_rms_norm as on_cuda
 
         return on_cuda(x, residual, weight, eps)
     if cpu.takes(x):
@@ -115,7 +115,7 @@ def silu_and_mul(
 ) -> Tensor:
     """silu(gate) * up (SwiGLU; Shazeer, 2020). [n, size]"""
     if gate_up.is_cuda:
-        from kernels.activation import silu_and_mul as on_cuda
+        from tritium.kernels.cuda.activation import silu_and_mul as on_cuda
 
         return on_cuda(gate_up)
     if cpu.takes(gate_up):
@@ -151,10 +151,10 @@ def attention(
     if not q.is_cuda:
         return reference.attention(q, kv_cache, metadata, scale, sliding_window, soft_cap)
     if metadata.max_query_len == 1 and not batch_invariant:
-        from kernels.decode_attention import decode_attention
+        from tritium.kernels.cuda.decode_attention import decode_attention
 
         return decode_attention(q, kv_cache, metadata, scale, sliding_window, soft_cap)
-    from kernels.paged_attention import paged_attention
+    from tritium.kernels.cuda.paged_attention import paged_attention
 
     return paged_attention(q, kv_cache, metadata, scale, sliding_window, soft_cap, batch_invariant)
 
@@ -179,7 +179,7 @@ def rope_and_cache(
         The rotated queries, [num_tokens, num_heads, head_dim], the dtype of `qkv`.
     """
     if qkv.is_cuda:
-        from kernels.rope_cache import rope_and_cache as on_cuda
+        from tritium.kernels.cuda.rope_cache import rope_and_cache as on_cuda
 
         return on_cuda(qkv, cos, sin, kv_cache, slot_mapping, qk_norm)
     if cpu.caches(qkv, kv_cache):
@@ -195,7 +195,7 @@ def add_bias(
 ) -> None:
     """Add a value to the logit of each of a row's tokens, which differ or all get -inf."""
     if logits.is_cuda:
-        from kernels.sampling import add_bias as on_cuda
+        from tritium.kernels.cuda.sampling import add_bias as on_cuda
 
         return on_cuda(logits, token_ids, values, starts)
     return reference.add_bias(logits, token_ids, values, starts)
@@ -216,7 +216,7 @@ def apply_penalties(
     `frequency * count` and, for those in the output, `presence` are taken off.
     """
     if logits.is_cuda:
-        from kernels.sampling import apply_penalties as on_cuda
+        from tritium.kernels.cuda.sampling import apply_penalties as on_cuda
 
         return on_cuda(logits, token_ids, counts, starts, repetition, presence, frequency)
     return reference.apply_penalties(
@@ -230,7 +230,7 @@ def apply_mask(
 ) -> None:
     """Forbid, with -inf, each token whose bit (token % 32 of word token // 32) is 0."""
     if logits.is_cuda:
-        from kernels.sampling import apply_mask as on_cuda
+        from tritium.kernels.cuda.sampling import apply_mask as on_cuda
 
         return on_cuda(logits, mask)
     return reference.apply_mask(logits, mask)
@@ -246,7 +246,7 @@ def sample(
     (of what the other two left) leave. Tokens whose logits are equal are left together.
     """
     if logits.is_cuda:
-        from kernels.sampling import sample as on_cuda
+        from tritium.kernels.cuda.sampling import sample as on_cuda
 
         return on_cuda(logits, sampling)
     if cpu.samples(logits):

@@ -8,8 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.metadata import QUANTISED_MAX, SMALLEST_MAX, AttentionMetadata, DecodeGroup, KVCache
-from kernels.sampling_tensors import SamplingTensors
+from tritium.kernels.metadata import (
+    QUANTISED_MAX,
+    SMALLEST_MAX,
+    AttentionMetadata,
+    DecodeGroup,
+    KVCache,
+)
+from tritium.kernels.sampling_tensors import SamplingTensors
 
 GROUP_SIZE = 32  # weights that share a scale in 4 bits
 

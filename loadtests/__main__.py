@@ -1,4 +1,4 @@
-"""`python -m loadtests`: traces of real traffic, and their replay."""
+"""`python -m tritium.loadtests`: traces of real traffic, and their replay."""
 
 import argparse
 import sys
@@ -10,8 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from backend.serve import ROOT
-from loadtests.replay.options import (
+from tritium.loadtests.replay.options import (
     RATE_HELP,
     add_plan_options,
     add_target_options,
@@ -20,15 +19,15 @@ from loadtests.replay.options import (
     slo_of,
     target_of,
 )
-from loadtests.replay.processes import ReplayError, replay
-from loadtests.replay.run import Record, load_run
-from loadtests.report.gains import Gains, load_gains
-from loadtests.report.page import print_summaries, write_page, write_report
-from loadtests.report.summary import summarize
-from loadtests.traces.convert import SOURCES, convert, guess_source
-from loadtests.traces.describe import describe, description_table
-from loadtests.traces.format import read_trace, write_trace
-from loadtests.traces.synthesize import Lengths, Shape, synthesize
+from tritium.loadtests.replay.processes import ReplayError, replay
+from tritium.loadtests.replay.run import Record, load_run
+from tritium.loadtests.report.gains import Gains, load_gains
+from tritium.loadtests.report.page import print_summaries, write_page, write_report
+from tritium.loadtests.report.summary import summarize
+from tritium.loadtests.traces.convert import SOURCES, convert, guess_source
+from tritium.loadtests.traces.describe import describe, description_table
+from tritium.loadtests.traces.format import read_trace, write_trace
+from tritium.loadtests.traces.synthesize import Lengths, Shape, synthesize
 
 
 def _add_convert(commands: argparse._SubParsersAction) -> None:
@@ -118,7 +117,7 @@ def _add_replay(commands: argparse._SubParsersAction) -> None:
     add_target_options(parser)
     parser.add_argument("--rate", type=float, nargs="+", default=[1.0], help=RATE_HELP)
     parser.add_argument("--processes", type=int, default=1, help="of the client")
-    parser.add_argument("--output", type=Path, default=ROOT / "results/replay", help="folder")
+    parser.add_argument("--output", type=Path, default=Path("results/replay"), help="folder")
     _add_gains_option(parser)
     parser.set_defaults(run=_replay)
 
@@ -173,7 +172,7 @@ def _progress(
 def _add_compare(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("compare", help="put runs side by side")
     parser.add_argument("runs", type=Path, nargs="+", help="folders of replays")
-    parser.add_argument("--output", type=Path, default=ROOT / "results/compare.html")
+    parser.add_argument("--output", type=Path, default=Path("results/compare.html"))
     _add_gains_option(parser)
     parser.set_defaults(run=_compare)
 
@@ -190,7 +189,7 @@ def _compare(options: argparse.Namespace, console: Console) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m loadtests", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tritium.loadtests", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add in (_add_convert, _add_describe, _add_synthesize, _add_replay, _add_compare):
         add(commands)

@@ -31,18 +31,18 @@ import torch
 from rich.console import Console
 from transformers.generation.streamers import BaseStreamer
 
-from backend.config import EngineConfig
-from backend.engine import Engine, EngineStats
-from backend.model_runner import ModelRunner
-from backend.models.loader import resolve
-from backend.sequence import EngineOutput, EngineRequest
-from backend.serve import ROOT, TritonServer
-from backend.tokenizer import Tokenizer
-from client import GrpcClient
-from loadtests.model_folder import read_config, serve_with
-from loadtests.overhead import read_turns, serve_in_turns, verdict
-from loadtests.results import Goal, Result, report, save
-from loadtests.transformers_model import transformers_model
+from tritium.backend.config import EngineConfig
+from tritium.backend.engine.engine import Engine, EngineStats
+from tritium.backend.engine.sequence import EngineOutput, EngineRequest
+from tritium.backend.front.tokenizer import Tokenizer
+from tritium.backend.host.serve import TritonServer
+from tritium.backend.runner.model_runner import ModelRunner
+from tritium.backend.runner.models.loader import resolve
+from tritium.client import GrpcClient
+from tritium.loadtests.model_folder import read_config, serve_with
+from tritium.loadtests.overhead import read_turns, serve_in_turns, verdict
+from tritium.loadtests.results import Goal, Result, report, save
+from tritium.loadtests.transformers_model import transformers_model
 
 CONCURRENCY = (1, 8, 32)
 STATIC_BATCH = 32  # of the long-tailed workload
@@ -302,13 +302,13 @@ def goals() -> list[Goal]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m loadtests.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tritium.loadtests.bench", description=__doc__)
     parser.add_argument(
         "--single-requests", type=int, default=8, help="how many of the 64 at concurrency 1"
     )
     parser.add_argument("--rounds", type=int, default=3, help="how often each cell is measured")
     parser.add_argument("--bill-seconds", type=float, default=120, help="for what the bill costs")
-    parser.add_argument("--output", type=Path, default=ROOT / "results/bench.json")
+    parser.add_argument("--output", type=Path, default=Path("results/bench.json"))
     options = parser.parse_args()
     options.output.parent.mkdir(exist_ok=True)
     console = Console()

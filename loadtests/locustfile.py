@@ -5,7 +5,7 @@
 
 Locust's own loop is closed: a user waits for the answer before the next request. So its only user
 runs our dispatcher, which is open, and locust shows what comes back as `ttft`, `tpot` and `e2e`.
-The report is the same as that of `python -m loadtests replay`.
+The report is the same as that of `python -m tritium.loadtests replay`.
 """
 
 import multiprocessing
@@ -22,10 +22,9 @@ from locust.env import Environment
 from locust.runners import WorkerRunner
 from rich.console import Console
 
-import backend.tokenizer  # noqa: F401 -- takes seconds: once, before locust forks
-from backend.serve import ROOT
-from loadtests.replay.metrics import Scraper
-from loadtests.replay.options import (
+import tritium.backend.front.tokenizer  # noqa: F401 -- takes seconds: once, before locust forks
+from tritium.loadtests.replay.metrics import Scraper
+from tritium.loadtests.replay.options import (
     add_plan_options,
     add_target_options,
     ledger_of,
@@ -35,9 +34,9 @@ from loadtests.replay.options import (
     slo_of,
     target_of,
 )
-from loadtests.replay.processes import ReplayError, dispatcher, new_run
-from loadtests.replay.run import Health, Record
-from loadtests.report.page import print_summaries, write_report
+from tritium.loadtests.replay.processes import ReplayError, dispatcher, new_run
+from tritium.loadtests.replay.run import Health, Record
+from tritium.loadtests.report.page import print_summaries, write_report
 
 _FAILED = -1.0
 
@@ -140,7 +139,7 @@ def add_options(parser: LocustArgumentParser, **_: Any) -> None:
     # Strings, since locust sends all options to its workers.
     parser.add_argument("--trace", required=True, help="that is replayed")
     parser.add_argument("--rate", type=float, default=1.0, help="how much faster time runs")
-    parser.add_argument("--output", default=str(ROOT / "results/locust"), help="folder")
+    parser.add_argument("--output", default="results/locust", help="folder")
     add_plan_options(parser)
     add_target_options(parser)
 

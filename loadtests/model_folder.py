@@ -10,10 +10,10 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from backend.config import EngineConfig
-from backend.serve import ROOT, TritonServer
+from tritium.backend.config import EngineConfig
+from tritium.backend.host.serve import PACKAGE, TritonServer
 
-_FOLDER = ROOT / "model_repository/smollm2"
+_FOLDER = PACKAGE / "model_repository/smollm2"
 
 
 def read_config() -> EngineConfig:

@@ -12,24 +12,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from backend.serve import TritonServer
-from backend.usage import BusyTime, Shares
-from loadtests.model_folder import serve_with
-from loadtests.statistics import median_interval
+from tritium.backend.engine.usage import BusyTime, Shares
+from tritium.backend.host.serve import TritonServer
+from tritium.loadtests.model_folder import serve_with
+from tritium.loadtests.statistics import median_interval
 
 WANTED = 0.99
 _STEPS = 4  # of a turn
 
 # In place of a model folder's model.py.
 _MODEL_PY = """
-import backend.ledger
-import backend.metrics
-import backend.usage
-from loadtests.overhead import turning
+from tritium.backend.accounts import ledger, metrics
+from tritium.backend.engine import usage
+from tritium.loadtests.overhead import turning
 
-turning({path!r}, backend.usage, backend.ledger, backend.metrics)
+turning({path!r}, usage, ledger, metrics)
 
-from backend.triton_model import TritonPythonModel
+from tritium.backend.triton_model import TritonPythonModel
 """
 
 

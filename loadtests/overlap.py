@@ -1,6 +1,6 @@
 """What the engine's shadow index says of a trace, beside what the trace's own hash ids say.
 
-    python -m loadtests.overlap TRACE --scale 16 --blocks 512 1024 4096
+    python -m tritium.loadtests.overlap TRACE --scale 16 --blocks 512 1024 4096
 
 The engine runs without a model and gets the trace's prompts one after the other; equal hash ids
 become equal tokens. The other number is calculated from the ids alone, without hashes or engine.
@@ -15,13 +15,13 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from backend.config import EngineConfig
-from backend.engine import Engine, EngineStats
-from backend.scheduler import ScheduledSequence
-from backend.sequence import EngineRequest, SampledToken
-from backend.trace import TraceRequest
-from loadtests.traces.describe import PrefixCache
-from loadtests.traces.format import read_trace
+from tritium.backend.accounts.trace import TraceRequest
+from tritium.backend.config import EngineConfig
+from tritium.backend.engine.engine import Engine, EngineStats
+from tritium.backend.engine.scheduler import ScheduledSequence
+from tritium.backend.engine.sequence import EngineRequest, SampledToken
+from tritium.loadtests.traces.describe import PrefixCache
+from tritium.loadtests.traces.format import read_trace
 
 BLOCK_SIZE = 16
 
@@ -86,7 +86,9 @@ def by_the_ids(requests: list[TraceRequest], num_blocks: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m loadtests.overlap", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tritium.loadtests.overlap", description=__doc__
+    )
     parser.add_argument("trace", type=Path)
     parser.add_argument("--scale", type=int, default=16)
     parser.add_argument("--blocks", type=int, nargs="+", default=[512, 1024, 2048, 4096])

@@ -1,6 +1,6 @@
 """What prefix reuse brings, and that it tells nobody anything: through a real server.
 
-    python -m loadtests.prefix
+    python -m tritium.loadtests.prefix
 
 64 requests at once with one system prompt of some 512 tokens, with reuse off, on and auto. Then
 whether the time to first token tells what another business line or another salt has in the cache:
@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpcclient
 
-from backend.serve import TritonServer
-from client import GrpcClient
-from client.types import Usage
-from tests.server.harness import free_ports, write_model
+from tritium.backend.host.serve import TritonServer
+from tritium.client import GrpcClient
+from tritium.client.types import Usage
+from tritium.loadtests.harness import free_ports, write_model
 
 NUM_REQUESTS, NUM_PAIRS, NUM_SHUFFLES = 64, 30, 10_000
 LIMITS: dict[str, Any] = {

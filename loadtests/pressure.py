@@ -27,11 +27,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from backend.serve import TritonServer
-from client import GenerationError, GrpcClient, Usage
-from loadtests.model_folder import serve_with
-from loadtests.statistics import percentile
-from loadtests.volley import volley
+from tritium.backend.host.serve import TritonServer
+from tritium.client import GenerationError, GrpcClient, Usage
+from tritium.loadtests.model_folder import serve_with
+from tritium.loadtests.statistics import percentile
+from tritium.loadtests.volley import volley
 
 _WORDS = ("time", "people", "water", "house", "day", "look", "make", "write", "long", "two", "most")
 _BLOCK_BYTES = 16 * 30 * 2 * 3 * 64 * 4  # of SmolLM2-135M in float32
@@ -305,7 +305,9 @@ def _table(title: str, *columns: str) -> Table:
 
 def main() -> None:
     parts = {function.__name__: function for function in (burst, mixed, long, unread, tight)}
-    parser = argparse.ArgumentParser(prog="python -m loadtests.pressure", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tritium.loadtests.pressure", description=__doc__
+    )
     parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(parts)}; all")
     names = parser.parse_args().parts or list(parts)
     if unknown := set(names) - set(parts):

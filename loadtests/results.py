@@ -14,7 +14,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from loadtests.statistics import percentile
+from tritium.loadtests.statistics import percentile
 
 
 @dataclass(slots=True)

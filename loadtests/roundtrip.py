@@ -15,24 +15,23 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from backend.serve import ROOT
-from backend.trace import TraceRequest
-from loadtests.model_folder import read_config, serve_with
-from loadtests.replay.options import (
+from tritium.backend.accounts.trace import TraceRequest
+from tritium.loadtests.model_folder import read_config, serve_with
+from tritium.loadtests.replay.options import (
     add_plan_options,
     max_lag_of,
     plan_of,
     read_tokenizer,
     slo_of,
 )
-from loadtests.replay.plan import Plan
-from loadtests.replay.processes import ReplayError, Target, replay
-from loadtests.report.page import print_checks, print_summaries, write_report
-from loadtests.report.summary import Check, Summary
-from loadtests.statistics import percentile
-from loadtests.traces.convert import convert
-from loadtests.traces.describe import describe
-from loadtests.traces.format import read_trace
+from tritium.loadtests.replay.plan import Plan
+from tritium.loadtests.replay.processes import ReplayError, Target, replay
+from tritium.loadtests.report.page import print_checks, print_summaries, write_report
+from tritium.loadtests.report.summary import Check, Summary
+from tritium.loadtests.statistics import percentile
+from tritium.loadtests.traces.convert import convert
+from tritium.loadtests.traces.describe import describe
+from tritium.loadtests.traces.format import read_trace
 
 _MAX_HIT_DIFFERENCE = 0.01
 _MAX_TIME_DIFFERENCE = 20.0  # ms
@@ -97,7 +96,7 @@ def _locust(options: argparse.Namespace, url: str, metrics_url: str) -> None:
     given = ("start", "window", "rate", "input_scale", "output_scale", "max_lag_ms", "processes")
     subprocess.run(
         [
-            *(sys.executable, "-m", "locust", "-f", str(ROOT / "loadtests/locustfile.py")),
+            *(sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("locustfile.py"))),
             *("--headless", "--only-summary", "--loglevel=WARNING", f"--trace={options.trace}"),
             *(f"--{name.replace('_', '-')}={getattr(options, name)}" for name in given),
             *(f"--url={url}", f"--metrics-url={metrics_url}"),
@@ -145,11 +144,13 @@ def run(options: argparse.Namespace, console: Console) -> tuple[Summary, list[Ch
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m loadtests.roundtrip", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tritium.loadtests.roundtrip", description=__doc__
+    )
     parser.add_argument("trace", type=Path)
     parser.add_argument("--rate", type=float, default=1.0, help="how much faster time runs")
     parser.add_argument("--processes", type=int, default=1, help="of the client")
-    parser.add_argument("--output", type=Path, default=ROOT / "results/roundtrip", help="folder")
+    parser.add_argument("--output", type=Path, default=Path("results/roundtrip"), help="folder")
     add_plan_options(parser)
     console = Console()
     try:

@@ -26,11 +26,11 @@ from typing import Any
 
 import psutil
 
-from backend.serve import TritonServer
-from client import GenerationError, GrpcClient, HttpClient
-from kernels import cpu
-from tests.faults import FAILS, MODEL_PY, NO_MEMORY
-from tests.server.harness import Server, free_ports, write_model
+from tritium.backend.host.serve import TritonServer
+from tritium.client import GenerationError, GrpcClient, HttpClient
+from tritium.kernels import cpu
+from tritium.loadtests.faults import FAILS, MODEL_PY, NO_MEMORY
+from tritium.loadtests.harness import Server, free_ports, write_model
 
 MODEL = "soaked"
 NUM_CLIENTS = 24
@@ -275,7 +275,7 @@ def greedy(max_tokens: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m loadtests.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tritium.loadtests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=20, help="at most")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--log", type=Path, default=None, help="the server's; default: none")

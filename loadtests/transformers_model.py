@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from backend.models.gguf_file import GGUFFile
-from backend.models.loader import load_weights
+from tritium.backend.runner.models.gguf_file import GGUFFile
+from tritium.backend.runner.models.loader import load_weights
 
 
 def transformers_model(path: Path, dtype: torch.dtype) -> Any:

@@ -16,12 +16,17 @@ from plotly.subplots import make_subplots
 from rich.console import Console
 from rich.table import Table
 
-from backend.serve import ROOT
-from loadtests.model_folder import read_config, serve_with
-from loadtests.replay.options import add_plan_options, max_lag_of, plan_of, read_tokenizer, slo_of
-from loadtests.replay.processes import Target, replay
-from loadtests.report.page import write_report
-from loadtests.report.summary import Summary
+from tritium.loadtests.model_folder import read_config, serve_with
+from tritium.loadtests.replay.options import (
+    add_plan_options,
+    max_lag_of,
+    plan_of,
+    read_tokenizer,
+    slo_of,
+)
+from tritium.loadtests.replay.processes import Target, replay
+from tritium.loadtests.report.page import write_report
+from tritium.loadtests.report.summary import Summary
 
 _HOUR_MS = 3_600_000
 _AT_ONCE = 1e6  # times as fast: a rate that no trace is slower than
@@ -169,7 +174,7 @@ def points_table(points: Sequence[Point]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m loadtests.tune", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tritium.loadtests.tune", description=__doc__)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--rate", type=float, default=1.0, help="how much faster time runs")
     parser.add_argument(
@@ -177,7 +182,7 @@ def main() -> None:
     )
     parser.add_argument("--max-num-seqs", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--processes", type=int, default=1, help="of the client")
-    parser.add_argument("--output", type=Path, default=ROOT / "results/tune")
+    parser.add_argument("--output", type=Path, default=Path("results/tune"))
     add_plan_options(parser)
     options = parser.parse_args()
     console = Console()

@@ -16,9 +16,9 @@ from http.client import HTTPResponse
 from typing import cast
 from urllib.parse import urlsplit
 
-from client import Delta
-from client.request import request_fields
-from client.sse import parse_events
+from tritium.client import Delta
+from tritium.client.request import request_fields
+from tritium.client.sse import parse_events
 
 
 @dataclass(slots=True)

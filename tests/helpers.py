@@ -3,11 +3,20 @@
 import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
-from backend.block_manager import BlockManager
-from backend.config import EngineConfig
-from backend.scheduler import ScheduledSequence
-from backend.sequence import EngineOutput, EngineRequest, FinishReason, SampledToken, Sequence
+from tritium.backend.config import EngineConfig
+from tritium.backend.engine.block_manager import BlockManager
+from tritium.backend.engine.scheduler import ScheduledSequence
+from tritium.backend.engine.sequence import (
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    SampledToken,
+    Sequence,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def make_request(
@@ -33,14 +42,6 @@ def compute(manager: BlockManager, sequence: Sequence, num_new_tokens: int) -> N
     assert manager.allocate(sequence, num_new_tokens)
     sequence.num_computed_tokens += num_new_tokens
     manager.cache_full_blocks(sequence, sequence.num_computed_tokens)
-
-
-def until(condition: Callable[[], bool], timeout: float = 20) -> None:
-    """Wait for a condition that must come true."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "what was waited for did not happen"
-        time.sleep(0.02)
 
 
 class CountingRunner:

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import yaml
 
-from backend.serve import ROOT
+from tests.helpers import ROOT
 
 DEPLOY = ROOT / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana/dashboards/tritium.json").read_text())

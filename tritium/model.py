@@ -4,6 +4,6 @@ Installed as `<backend directory>/tritium`, it lets a model folder do without a 
 config.pbtxt says `backend: "tritium"`.
 """
 
-from backend.triton_model import TritonPythonModel
+from tritium.backend.triton_model import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]

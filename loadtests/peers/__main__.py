@@ -22,12 +22,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from backend.models.loader import resolve
-from backend.serve import ROOT
-from backend.tokenizer import Tokenizer
-from loadtests.bench import Prompts, Request, read_config, uniform_workload
-from loadtests.peers.ways import WAYS, Way, started
-from loadtests.results import Goal, Result, load, report, save
+from tritium.backend.front.tokenizer import Tokenizer
+from tritium.backend.runner.models.loader import resolve
+from tritium.loadtests.bench import Prompts, Request, read_config, uniform_workload
+from tritium.loadtests.peers.ways import WAYS, Way, started
+from tritium.loadtests.results import Goal, Result, load, report, save
 
 _REUSING = ("engine", "vllm")  # ways that the shared prefix is measured on
 
@@ -77,7 +76,7 @@ def measure(way: Way, workload: str, num_requests: int, concurrency: int) -> Res
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m loadtests.peers",
+        prog="python -m tritium.loadtests.peers",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -87,9 +86,9 @@ def main() -> None:
     parser.add_argument("--first-round", type=int, default=0, help="the number of the first")
     parser.add_argument("--port", type=int, default=8200, help="the first of eight")
     parser.add_argument("--append", action="store_true", help="to the results that are there")
-    parser.add_argument("--output", type=Path, default=ROOT / "results/peers.json")
+    parser.add_argument("--output", type=Path, default=Path("results/peers.json"))
     options = parser.parse_args()
-    folder = ROOT / "results/peers"
+    folder = Path("results/peers")
     folder.mkdir(parents=True, exist_ok=True)
     console = Console(width=110)
     prompts = Prompts(Tokenizer(resolve(read_config().model)))

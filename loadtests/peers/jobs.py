@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from loadtests.results import Result
+from tritium.loadtests.results import Result
 
 # Workload -> its requests: [token ids of the prompt, number of output tokens].
 Workloads = Mapping[str, Sequence[tuple[list[int], int]]]

@@ -12,7 +12,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from transformers import AutoTokenizer
 
-from loadtests.transformers_model import transformers_model
+from tritium.loadtests.transformers_model import transformers_model
 
 
 def hugging_face(shipped: Path, folder: Path) -> Path:

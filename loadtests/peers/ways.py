@@ -12,15 +12,15 @@ from typing import Protocol
 
 from gguf import GGMLQuantizationType
 
-from backend.model_runner import ModelRunner
-from backend.models.loader import resolve
-from backend.serve import TritonServer
-from client import GenerationError
-from loadtests.bench import Alone, Request, read_config, served
-from loadtests.model_folder import lay_out
-from loadtests.peers import model_files
-from loadtests.peers.jobs import Peer, PeerError, Workloads
-from loadtests.results import Result
+from tritium.backend.host.serve import TritonServer
+from tritium.backend.runner.model_runner import ModelRunner
+from tritium.backend.runner.models.loader import resolve
+from tritium.client import GenerationError
+from tritium.loadtests.bench import Alone, Request, read_config, served
+from tritium.loadtests.model_folder import lay_out
+from tritium.loadtests.peers import model_files
+from tritium.loadtests.peers.jobs import Peer, PeerError, Workloads
+from tritium.loadtests.results import Result
 
 # All of this machine's cores, as our own engine takes them.
 _VLLM_ENVIRONMENT = {

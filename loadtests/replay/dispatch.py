@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from client import Client, ConnectionLost, GenerationError, GrpcClient, HttpClient
-from loadtests.replay.plan import Planned
-from loadtests.replay.prompts import Prompts
-from loadtests.replay.run import Health, Record
-from loadtests.statistics import percentile
+from tritium.client import Client, ConnectionLost, GenerationError, GrpcClient, HttpClient
+from tritium.loadtests.replay.plan import Planned
+from tritium.loadtests.replay.prompts import Prompts
+from tritium.loadtests.replay.run import Health, Record
+from tritium.loadtests.statistics import percentile
 
 _AHEAD = 512  # prompts that are written before their time
 _BEAT = 0.01  # seconds

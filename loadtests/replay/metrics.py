@@ -7,8 +7,8 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
-from client.ledger import Ledger
-from loadtests.replay.run import TOKENS, Sample
+from tritium.client.ledger import Ledger
+from tritium.loadtests.replay.run import TOKENS, Sample
 
 _INTERVAL = 0.5  # seconds
 

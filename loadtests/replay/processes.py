@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from loadtests.replay.dispatch import Dispatcher, connect
-from loadtests.replay.metrics import Scraper
-from loadtests.replay.plan import Plan
-from loadtests.replay.prompts import JsonVocabulary, Prompts
-from loadtests.replay.run import Health, Record, Run, Slo
-from loadtests.traces.describe import describe
+from tritium.loadtests.replay.dispatch import Dispatcher, connect
+from tritium.loadtests.replay.metrics import Scraper
+from tritium.loadtests.replay.plan import Plan
+from tritium.loadtests.replay.prompts import JsonVocabulary, Prompts
+from tritium.loadtests.replay.run import Health, Record, Run, Slo
+from tritium.loadtests.traces.describe import describe
 
 
 class ReplayError(RuntimeError):

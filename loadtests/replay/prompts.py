@@ -6,7 +6,7 @@ from typing import Protocol
 
 import tokenizers
 
-from loadtests.replay.plan import Planned
+from tritium.loadtests.replay.plan import Planned
 
 
 class Vocabulary(Protocol):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import msgspec
 
-from loadtests.replay.plan import Plan
-from loadtests.traces.describe import Description
+from tritium.loadtests.replay.plan import Plan
+from tritium.loadtests.traces.describe import Description
 
 TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens")  # that a report counts, too
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from loadtests.results import Ratio
+from tritium.loadtests.results import Ratio
 
 COLUMNS = (
     *("way", "running at once", "tokens of KV cache held", "output tokens/s"),

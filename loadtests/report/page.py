@@ -10,10 +10,10 @@ from plotly.offline import get_plotlyjs
 from rich.console import Console
 from rich.table import Table
 
-from loadtests.replay.run import Run
-from loadtests.report import plots
-from loadtests.report.gains import COLUMNS, Gains
-from loadtests.report.summary import Check, Summary, summarize
+from tritium.loadtests.replay.run import Run
+from tritium.loadtests.report import plots
+from tritium.loadtests.report.gains import COLUMNS, Gains
+from tritium.loadtests.report.summary import Check, Summary, summarize
 
 _REQUEST_COLUMNS = (
     *("index", "outcome", "due", "sent", "lag", "ttft", "tpot", "e2e"),

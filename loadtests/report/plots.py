@@ -8,8 +8,8 @@ import plotly.graph_objects as go
 from plotly.colors import qualitative
 from plotly.subplots import make_subplots
 
-from loadtests.replay.run import Run
-from loadtests.report.gains import Gains
+from tritium.loadtests.replay.run import Run
+from tritium.loadtests.report.gains import Gains
 
 _COLORS = qualitative.Plotly
 _WINDOW = 10  # seconds

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import msgspec
 
-from loadtests.replay.run import TOKENS, Record, Run
-from loadtests.statistics import dispersion, ks_distance, percentile
+from tritium.loadtests.replay.run import TOKENS, Record, Run
+from tritium.loadtests.statistics import dispersion, ks_distance, percentile
 
 _MAX_BUSY = 0.95  # of a core
 _MAX_DISTANCE = 0.02  # Kolmogorov and Smirnov's

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from backend.trace import TraceRequest
-from loadtests.traces.format import (
+from tritium.backend.accounts.trace import TraceRequest
+from tritium.loadtests.traces.format import (
     BadRow,
     TraceError,
     in_order,

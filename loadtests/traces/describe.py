@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
-from backend.trace import TraceRequest
-from loadtests.statistics import dispersion
+from tritium.backend.accounts.trace import TraceRequest
+from tritium.loadtests.statistics import dispersion
 
 QUANTILES = (1, 5, 25, 50, 75, 95, 99, 100)
 CACHE_SIZES = (2**18, 2**20, 2**22, 2**24)  # tokens

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from backend.trace import TraceRequest
+from tritium.backend.accounts.trace import TraceRequest
 
 
 class TraceError(ValueError):

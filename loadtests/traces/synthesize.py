@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from backend.trace import TraceRequest
+from tritium.backend.accounts.trace import TraceRequest
 
 _BLOCK_SIZE = 16
 _P95 = 1.6449  # the normal distribution's

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from backend.serve import TritonServer
-from kernels import cpu
-from tests.server.harness import Server, complete, free_ports, until, write_model
+from tritium.backend.host.serve import TritonServer
+from tritium.kernels import cpu
+from tritium.loadtests.harness import Server, complete, free_ports, until, write_model
 
 # What dtype auto is: in bfloat16 by C, and in float32, the same greedy text alone and in any batch.
 KV_BYTES = 23040 if cpu.library() else 46080  # a token

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from backend.protocol import INPUTS
-from tests.server.harness import add_tensor
+from tritium.backend.front.protocol import INPUTS
+from tritium.loadtests.harness import add_tensor
 
 ODD_TEXTS = [
     "",

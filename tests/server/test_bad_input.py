@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.server.harness import collect, complete
+from tritium.loadtests.harness import collect, complete
 
 PROMPT = "The capital of France is"
 MESSAGES = json.dumps([{"role": "user", "content": "Hi"}])

@@ -11,12 +11,20 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
-from backend.serve import TritonServer
-from client.__main__ import main
-from client.ledger import Ledger
-from tests.faults import FAILS, MODEL_PY
-from tests.server.harness import Server, collect, complete, free_ports, send, until, write_model
 from tests.server.test_failures import stubs_of
+from tritium.backend.host.serve import TritonServer
+from tritium.client.__main__ import main
+from tritium.client.ledger import Ledger
+from tritium.loadtests.faults import FAILS, MODEL_PY
+from tritium.loadtests.harness import (
+    Server,
+    collect,
+    complete,
+    free_ports,
+    send,
+    until,
+    write_model,
+)
 
 LINES = ("search", "ads", "mail", "maps", "shop")
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"

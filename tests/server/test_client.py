@@ -6,14 +6,13 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 
-from client import Client, GenerationError, GrpcClient, HttpClient
+from tests.helpers import ROOT
+from tritium.client import Client, GenerationError, GrpcClient, HttpClient
 
-ROOT = Path(__file__).parents[2]
 PROMPT = "Here is a short story about two friends:"
 GREEDY = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
 ENDLESS = {"max_tokens": 2000, "ignore_eos": True}
@@ -155,7 +154,7 @@ def url_options(server, request) -> list[str]:
 
 def run(server, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "client", *arguments, "--model", server.model],
+        [sys.executable, "-m", "tritium.client", *arguments, "--model", server.model],
         input=stdin,
         capture_output=True,
         encoding="utf-8",

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.server.harness import collect, complete, until
+from tritium.loadtests.harness import collect, complete, until
 
 PROMPT = "The capital of France is"
 GREEDY = {"temperature": 0, "max_tokens": 8}

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.server.harness import collect, until
+from tritium.loadtests.harness import collect, until
 
 PROMPT = "The capital of France is"
 NUM_TOKENS = 8

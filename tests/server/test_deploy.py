@@ -1,7 +1,7 @@
 """Every metric that a panel or an alert of deploy/ uses is there in a live scrape."""
 
-from tests.server.harness import complete, until
 from tests.test_deploy import used_labels, used_metrics
+from tritium.loadtests.harness import complete, until
 
 
 def test_panels_and_alerts_use_metrics_that_exist(server):

@@ -7,9 +7,9 @@ import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 
-from backend.serve import TritonServer
-from client import GenerationError, GrpcClient
-from tests.server.harness import free_ports, until, write_model
+from tritium.backend.host.serve import TritonServer
+from tritium.client import GenerationError, GrpcClient
+from tritium.loadtests.harness import free_ports, until, write_model
 
 ENDLESS = {"max_tokens": 2000, "ignore_eos": True, "temperature": 0}
 PARAMETERS = {

@@ -7,8 +7,8 @@ import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 
-from tests.faults import FAILS, MODEL_PY, NO_MEMORY
-from tests.server.harness import collect, complete, send, until, write_model
+from tritium.loadtests.faults import FAILS, MODEL_PY, NO_MEMORY
+from tritium.loadtests.harness import collect, complete, send, until, write_model
 
 PROMPT = "The capital of France is"
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}

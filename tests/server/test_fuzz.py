@@ -15,12 +15,12 @@ import pytest
 import tritonclient.grpc as grpcclient
 from hypothesis import HealthCheck, given, settings
 
-from backend.protocol import INPUTS
-from backend.sampling_params import SamplingParams
-from client.types import GenerationError
 from tests.server import strategies
-from tests.server.harness import Response, Stream, complete, send, until, write_model
 from tests.server.strategies import GrpcRequest, HttpRequest
+from tritium.backend.front.protocol import INPUTS
+from tritium.backend.front.sampling_params import SamplingParams
+from tritium.client.types import GenerationError
+from tritium.loadtests.harness import Response, Stream, complete, send, until, write_model
 
 NUM_REQUESTS = int(os.environ.get("FUZZ_REQUESTS", "300"))
 TIMEOUT = 30  # seconds; for one request

@@ -8,8 +8,8 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from client import GenerationError, GrpcClient
-from tests.server.harness import CONFIG, complete, send, until, write_model
+from tritium.client import GenerationError, GrpcClient
+from tritium.loadtests.harness import CONFIG, complete, send, until, write_model
 
 
 @pytest.fixture

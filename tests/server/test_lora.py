@@ -5,10 +5,10 @@ import json
 import pytest
 import tritonclient.grpc as grpcclient
 
-from backend.models.loader import load_config, resolve
 from tests.adapters import write_adapter
 from tests.conftest import SMOLLM2
-from tests.server.harness import collect, complete, send, write_model
+from tritium.backend.runner.models.loader import load_config, resolve
+from tritium.loadtests.harness import collect, complete, send, write_model
 
 PROMPT = "Once upon a time there was a little robot, who lived alone in a house by the sea. One day"
 

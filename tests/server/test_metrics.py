@@ -5,7 +5,7 @@ import re
 import pytest
 import tritonclient.grpc as grpcclient
 
-from tests.server.harness import collect, complete, until, write_model
+from tritium.loadtests.harness import collect, complete, until, write_model
 
 # Those of its own test, which wants 16 tokens of each.
 PROMPTS = ["The most dangerous animal is", "The capital of France is", "The future of AI is"]

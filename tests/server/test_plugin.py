@@ -5,7 +5,7 @@ import json
 import pytest
 import tritonclient.grpc as grpcclient
 
-from tests.server.harness import collect, complete, until
+from tritium.loadtests.harness import collect, complete, until
 
 PROMPT = "The capital of France is"
 CONFIG = (

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import tritonclient.grpc as grpcclient
 
-from loadtests.volley import volley
-from tests.server.harness import collect, send, until, write_model
+from tritium.loadtests.harness import collect, send, until, write_model
+from tritium.loadtests.volley import volley
 
 LONG = {"max_tokens": 230, "ignore_eos": True, "temperature": 0}
 SHORT = {"max_tokens": 1, "temperature": 0}

@@ -15,17 +15,17 @@ import urllib.request
 import pytest
 import tritonclient.grpc as grpcclient
 
-from backend.serve import ROOT
-from loadtests.replay.options import read_tokenizer
-from loadtests.replay.plan import Plan
-from loadtests.replay.processes import ReplayError, Target, replay
-from loadtests.replay.run import TOKENS, Slo, load_run
-from loadtests.report.summary import summarize
-from loadtests.traces.convert import convert
-from loadtests.traces.describe import describe
-from loadtests.traces.format import read_trace, write_trace
-from loadtests.traces.synthesize import Lengths, Shape, synthesize
-from tests.server.harness import free_ports, until, write_model
+from tests.helpers import ROOT
+from tritium.loadtests.harness import free_ports, until, write_model
+from tritium.loadtests.replay.options import read_tokenizer
+from tritium.loadtests.replay.plan import Plan
+from tritium.loadtests.replay.processes import ReplayError, Target, replay
+from tritium.loadtests.replay.run import TOKENS, Slo, load_run
+from tritium.loadtests.report.summary import summarize
+from tritium.loadtests.traces.convert import convert
+from tritium.loadtests.traces.describe import describe
+from tritium.loadtests.traces.format import read_trace, write_trace
+from tritium.loadtests.traces.synthesize import Lengths, Shape, synthesize
 
 NUM_REQUESTS = 30
 SHAPE = Shape(NUM_REQUESTS, 24.0, Lengths(60, 150), Lengths(5, 12), dispersion=2.0, hit_ratio=0.4)

@@ -13,7 +13,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from tests.server.harness import collect, complete, send, until
+from tritium.loadtests.harness import collect, complete, send, until
 
 PROMPT = "The capital of France is"
 FORCED = {"temperature": 0, "max_tokens": 32, "ignore_eos": True}

@@ -6,7 +6,7 @@ import time
 import pytest
 import tritonclient.grpc as grpcclient
 
-from tests.server.harness import collect, complete, write_model
+from tritium.loadtests.harness import collect, complete, write_model
 
 TEXT = "Lindau lies on an island in the east of the lake, and its lighthouse is from 1856."
 PROMPT = f"{TEXT}\n{TEXT}\n{TEXT}\nLindau"

@@ -11,7 +11,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from tests.prompts import NUM_TOKENS, PROMPTS
-from tests.server.harness import collect, complete, send, until, write_model
+from tritium.loadtests.harness import collect, complete, send, until, write_model
 
 FORCED = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jsonschema
 import pytest
 
-from tests.server.harness import collect, complete, send, until
+from tritium.loadtests.harness import collect, complete, send, until
 
 PROMPT = "Paris as a JSON object: "
 FREE_PROMPTS = ["The capital of France is", "List five fruits:\n1."]

@@ -21,10 +21,10 @@ import tritonclient.http as httpclient
 from transformers import AutoTokenizer
 from tritonclient.utils import InferenceServerException
 
-from backend.models.loader import resolve
 from tests.conftest import SMOLLM2
-from tests.server.harness import complete
 from tests.server.test_trtllm_door import write_door
+from tritium.backend.runner.models.loader import resolve
+from tritium.loadtests.harness import complete
 
 PROMPT = "The capital of France is"
 NUM_TOKENS = 12

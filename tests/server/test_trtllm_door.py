@@ -12,10 +12,10 @@ import tritonclient.grpc as grpcclient
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
-from backend.serve import ROOT
-from backend.trtllm import INPUTS, OUTPUTS
-from tests.server.harness import Stream, add_tensor, complete, send, until, write_model
+from tests.helpers import ROOT
 from tests.server.test_bad_input import BROKEN_BODIES, check_broken_body
+from tritium.backend.trtllm.contract import INPUTS, OUTPUTS
+from tritium.loadtests.harness import Stream, add_tensor, complete, send, until, write_model
 
 PROMPT = "The capital of France is"
 CHAT = "<|im_start|>user\nSay yes.<|im_end|>\n<|im_start|>assistant\n"  # ends by itself

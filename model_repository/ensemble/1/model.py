@@ -1,5 +1,5 @@
 """What Triton Server loads; everything is in `backend`."""
 
-from backend.trtllm_model import TritonPythonModel
+from tritium.backend.trtllm.model import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]

@@ -1,5 +1,5 @@
 """What Triton Server loads; everything is in `backend`."""
 
-from backend.triton_model import TritonPythonModel
+from tritium.backend.triton_model import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]

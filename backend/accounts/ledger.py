@@ -1,0 +1,262 @@
+"""The ledger: one row a finished request, in an SQLite file of this process. docs/billing.md.
+
+Nothing waits for it: rows go to a writer thread, which commits them at most a second later. Files
+are never changed but by appending; old ones are replaced by new ones and deleted whole. There are
+no prompts and no answers in them.
+"""
+
+import logging
+import os
+import queue
+import re
+import sqlite3
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+from tritium.backend.engine.usage import Weights
+
+logger = logging.getLogger("tritium")
+
+SCHEMA_VERSION = 1
+_COMMIT_SECONDS = 0.5
+_RETRY_SECONDS = 60  # after a new file could not be begun
+_MAX_PENDING = 100_000  # rows kept while the file can't be written; then the oldest are lost
+_SQL_TYPES = {int: "INTEGER", float: "REAL", str: "TEXT"}
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRow:
+    """A request that has ended, however it did."""
+
+    key: str  # of this row, in all ledgers: "<server>/<number>"
+    request_id: str  # its client's, "": none
+    trace_id: str  # of W3C's traceparent, "": none
+    business_line: str
+    request_class: str
+    arrival: float  # seconds since 1970
+    outcome: str  # a finish reason or an error's code
+    n: int  # answers to the prompt
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    queue_ms: float
+    ttft_ms: float
+    total_ms: float
+    prefill_ns: int
+    decode_ns: int
+    recompute_ns: int
+    saved_ns: int
+    kv_block_seconds: float
+    peak_blocks: int
+    peak_own_blocks: int
+    preemptions: int
+
+    @property
+    def busy_ns(self) -> int:
+        """What is billed."""
+        return self.prefill_ns + self.decode_ns
+
+
+@dataclass(frozen=True, slots=True)
+class TotalsRow:
+    """Where the device's time had gone by then, in ns since the server started."""
+
+    time: float  # seconds since 1970
+    busy_ns: int
+    idle_ns: int
+    open_ns: int  # of busy_ns: of requests without a row before this one
+    warmup_ns: int
+    preemption_ns: int
+    fault_ns: int
+    overrun_ns: int
+    kv_block_ns: int
+    is_quiet: int  # 1: all of kv_block_ns is in rows before this one
+
+
+class Ledger:
+    """Appends rows to a file of its own, on a thread of its own.
+
+    Args:
+        directory: Made if need be.
+        model: Names the files, with the time and the process.
+        weights: Those that requests are billed with; told beside each row.
+        rotate_hours: How long a file is written to.
+        retention_days: How long a file of this model is kept after its last row.
+
+    Raises:
+        OSError, sqlite3.Error: the file can't be made.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        model: str,
+        weights: Weights,
+        rotate_hours: float,
+        retention_days: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.server = uuid.uuid4().hex
+        self._directory = directory
+        self._model = re.sub(r"[^\w.-]", "_", model)
+        self._weights = weights
+        self._rotate_seconds = rotate_hours * 3600
+        self._retention_seconds = retention_days * 86400
+        self._clock = clock
+        self._pending: list[RequestRow | TotalsRow] = []
+        self._sequence = 0  # orders rows of both kinds
+        self._failing = False
+        self._rows: queue.SimpleQueue[RequestRow | TotalsRow | None] = queue.SimpleQueue()
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = self._make()
+        self._delete_old()
+        self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
+        self._thread.start()
+
+    def add(self, row: RequestRow | TotalsRow) -> None:
+        """From any thread; what is added first is written first."""
+        self._rows.put(row)
+
+    def close(self) -> None:
+        """Write what is there."""
+        self._rows.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._database = sqlite3.connect(self.path, timeout=1)
+        stopping = False
+        while not stopping:
+            deadline = time.monotonic() + _COMMIT_SECONDS
+            while not stopping and (left := deadline - time.monotonic()) > 0:
+                try:
+                    row = self._rows.get(timeout=left)
+                except queue.Empty:
+                    break
+                if row is None:
+                    stopping = True
+                else:
+                    self._pending.append(row)
+            try:
+                self._write()
+            except sqlite3.Error as error:
+                self._keep(error)
+            if self._clock() >= self._rotation:
+                self._rotate()
+        if self._pending:
+            logger.error(f"ledger: {len(self._pending)} rows are lost with this process")
+        self._database.close()
+
+    def _write(self) -> None:
+        """One transaction: all that is pending, or nothing of it."""
+        if not self._pending:
+            return
+        with self._database:
+            for number, row in enumerate(self._pending, self._sequence):
+                self._insert(number, row)
+        self._sequence += len(self._pending)
+        self._pending.clear()
+        if self._failing:
+            logger.info(f"ledger: {self.path} is written again")
+            self._failing = False
+
+    def _insert(self, number: int, row: RequestRow | TotalsRow) -> None:
+        values = (number, self.server, *astuple(row))
+        table = "requests" if isinstance(row, RequestRow) else "totals"
+        if isinstance(row, RequestRow):
+            values += self._weights
+        places = ", ".join("?" * len(values))
+        self._database.execute(f"INSERT OR IGNORE INTO {table} VALUES ({places})", values)
+
+    def _keep(self, error: Exception) -> None:
+        if not self._failing:
+            logger.error(f"ledger: {self.path} can't be written, rows are kept: {error}")
+            self._failing = True
+        if too_many := max(len(self._pending) - _MAX_PENDING, 0):
+            del self._pending[:too_many]
+            logger.error(f"ledger: {too_many} rows are lost")
+
+    def _rotate(self) -> None:
+        """Go on in a new file, if one can be made."""
+        try:
+            path = self._make()
+            database = sqlite3.connect(path, timeout=1)
+            try:
+                self._begin(database)
+            except sqlite3.Error:
+                database.close()
+                path.unlink()
+                raise
+        except (sqlite3.Error, OSError) as error:
+            logger.error(f"ledger: no new file can be begun, {self.path} goes on: {error}")
+            self._rotation = self._clock() + _RETRY_SECONDS
+            return
+        self._database.close()
+        self._database, self.path = database, path
+        self._delete_old()
+
+    def _make(self) -> Path:
+        """A new file with empty tables. Whoever reads the directory sees it whole or not at all."""
+        now = self._clock()
+        moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
+        name = f"{self._model}-{moment}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        path = self._directory / f"{name}.new"
+        try:
+            with closing(sqlite3.connect(path, timeout=1)) as database, database:
+                database.execute("PRAGMA journal_mode=WAL")
+                for statement in _statements():
+                    database.execute(statement)
+                database.execute(
+                    "INSERT INTO server VALUES (?, ?, ?, ?)",
+                    (SCHEMA_VERSION, self.server, self._model, now),
+                )
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        self._rotation = now + self._rotate_seconds
+        return path.rename(path.with_suffix(".ledger"))
+
+    def _begin(self, database: sqlite3.Connection) -> None:
+        """A file starts with the last totals of the one before it, and the rows behind those."""
+        database.execute("ATTACH ? AS old", (str(self.path),))
+        last = "(SELECT max(sequence) FROM old.totals)"
+        with database:
+            for table in ("totals", "requests"):
+                database.execute(
+                    f"INSERT INTO {table} SELECT * FROM old.{table} WHERE sequence >= {last}"
+                )
+        database.execute("DETACH old")
+
+    def _delete_old(self) -> None:
+        """Those of this model that nobody has written to for so long."""
+        oldest = self._clock() - self._retention_seconds
+        name = re.compile(rf"({re.escape(self._model)}-\d{{8}}T\d{{6}}Z-\d+-\w{{6}}\.).+")
+        found: dict[str, list[Path]] = {}  # a file, its -wal and -shm
+        try:
+            for path in self._directory.iterdir():
+                if match := name.fullmatch(path.name):
+                    found.setdefault(match[1], []).append(path)
+            for paths in found.values():
+                if max(path.stat().st_mtime for path in paths) < oldest:
+                    for path in paths:
+                        path.unlink()
+        except FileNotFoundError:
+            pass  # another process deletes them
+        except OSError as error:
+            logger.error(f"ledger: an old file can't be deleted: {error}")
+
+
+def _statements() -> Iterator[str]:
+    yield "CREATE TABLE server (schema_version INTEGER, server TEXT, model TEXT, started REAL)"
+    common = "sequence INTEGER PRIMARY KEY, server TEXT NOT NULL"
+    weights = ", ".join(f"weight_{name} INTEGER NOT NULL" for name in Weights._fields)
+    yield f"CREATE TABLE requests ({common}, {_columns(RequestRow)}, {weights}, UNIQUE (key))"
+    yield f"CREATE TABLE totals ({common}, {_columns(TotalsRow)})"
+
+
+def _columns(row: type[RequestRow] | type[TotalsRow]) -> str:
+    return ", ".join(f"{field.name} {_SQL_TYPES[field.type]} NOT NULL" for field in fields(row))  # type: ignore[index]

@@ -1,0 +1,305 @@
+"""Who holds which block of the KV cache, and which blocks can be reused. Pure bookkeeping.
+
+A block holds the keys and values of `block_size` tokens. Sequences hold blocks by reference
+count, so that equal prefixes share them. A freed block keeps its content, and stays findable, until
+it is taken again: least recently used first, the tail of a prefix before its head. Free blocks can
+be promised to a sequence: nobody else gets them.
+
+What holding blocks costs is kept by the change, not by the step. Each block adds up what one of its
+holders has to pay since the block was first held, the integral of 1/k(t) dt while k hold it; a
+holder pays the difference between where it joined and where it leaves.
+"""
+
+import hashlib
+import secrets
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from itertools import chain
+
+from tritium.backend.engine.sequence import Sequence
+
+
+class Block:
+    """One block of the KV cache. While it is published, `digest` and `token_ids` are set."""
+
+    __slots__ = ("block_id", "digest", "ns_a_holder", "ref_count", "since", "token_ids")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.digest: bytes | None = None
+        self.token_ids: list[int] | None = None
+        self.ns_a_holder = 0.0  # up to `since`, while it was held
+        self.since = 0  # when the number of holders last changed
+
+    def add_holder(self, now: int) -> float:
+        """Returns ns_a_holder, where the new one begins to pay."""
+        if self.ref_count:
+            self.ns_a_holder += (now - self.since) / self.ref_count
+        else:
+            self.ns_a_holder = 0.0
+        self.since = now
+        self.ref_count += 1
+        return self.ns_a_holder
+
+    def remove_holder(self, now: int) -> float:
+        """Returns ns_a_holder, up to which the old one pays."""
+        self.ns_a_holder += (now - self.since) / self.ref_count
+        self.since = now
+        self.ref_count -= 1
+        return self.ns_a_holder
+
+
+class BlockManager:
+    """Allocates blocks to sequences and finds computed prefixes.
+
+    Args:
+        num_blocks: Blocks in the KV cache.
+        block_size: Tokens a block.
+        prefix_cache: Whether full blocks are published for reuse.
+        clock: Integer ns.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_cache: bool = False,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self.block_size = block_size
+        self.prefix_cache = prefix_cache
+        self.blocks = [Block(i) for i in range(num_blocks)]
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._published: dict[bytes, Block] = {}
+        self.num_promises = 0  # sequences that have one
+        self.num_promised_blocks = 0  # free ones, for those
+        # Unknown to callers, so that nobody can make a prompt whose hash meets another's.
+        self._root = secrets.token_bytes(16)
+        self._clock = clock
+        self._used_block_ns = 0  # time integral of num_used_blocks, up to `_since`
+        self._since = clock()
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no sequence holds, with reusable content or without."""
+        return len(self._free)
+
+    @property
+    def num_available_blocks(self) -> int:
+        """The free ones that are promised to nobody."""
+        return len(self._free) - self.num_promised_blocks
+
+    @property
+    def num_used_blocks(self) -> int:
+        return len(self.blocks) - len(self._free)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Published blocks, held by a sequence or not."""
+        return len(self._published)
+
+    def used_block_ns(self) -> int:
+        """The time integral of `num_used_blocks`, in ns."""
+        self._note_used_blocks()
+        return self._used_block_ns
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def num_prompt_blocks(self, sequence: Sequence) -> int:
+        """Full blocks of the prompt."""
+        return sequence.num_prompt_tokens // self.block_size
+
+    def reuses(self, sequence: Sequence) -> bool:
+        """Whether the sequence may start with others' blocks, and they with its."""
+        return self.prefix_cache and sequence.reuses_prefix
+
+    def shares_block(self, first: Sequence, second: Sequence, index: int) -> bool:
+        """Whether a block of two sequences, and all before it, could be the same one."""
+        return self._block_hash(first, index) == self._block_hash(second, index)
+
+    def hash_prompt(self, sequence: Sequence) -> list[bytes]:
+        """The hashes of the prompt's full blocks, before the engine has the sequence.
+
+        Any thread may; the engine's then has them.
+        """
+        self._extend_hashes(sequence, self.num_prompt_blocks(sequence))
+        return sequence.block_hashes
+
+    def get_computed_blocks(self, sequence: Sequence) -> list[int]:
+        """The published blocks of the sequence's longest known prefix.
+
+        Never all of its tokens: the last one is left to compute, since its logits are wanted.
+        """
+        computed: list[int] = []
+        if not self.reuses(sequence):
+            return computed
+        for i in range((sequence.num_tokens - 1) // self.block_size):
+            block = self._published.get(self._block_hash(sequence, i))
+            if block is None or block.token_ids != self._block_tokens(sequence, i):
+                break
+            computed.append(block.block_id)
+        return computed
+
+    def num_missing_blocks(self, computed: list[int], num_tokens: int) -> int:
+        """Free blocks that a sequence needs to hold so many tokens, given its computed blocks."""
+        revived = sum(1 for block_id in computed if self.blocks[block_id].ref_count == 0)
+        return self.blocks_for(num_tokens) - len(computed) + revived
+
+    def num_exclusive_blocks(self, sequences: Iterable[Sequence]) -> int:
+        """Blocks that nobody but one of these sequences holds."""
+        tables = chain.from_iterable(sequence.block_table for sequence in sequences)
+        return sum(1 for block_id in tables if self.blocks[block_id].ref_count == 1)
+
+    def touch(self, sequence: Sequence, computed: list[int]) -> None:
+        """Let a sequence that holds nothing yet start with these computed blocks."""
+        assert not sequence.block_table
+        now = self._note_used_blocks()
+        for block_id in computed:
+            block = self.blocks[block_id]
+            if block.ref_count == 0:
+                del self._free[block_id]
+            sequence.block_ns -= block.add_holder(now)
+        sequence.block_table.extend(computed)
+        sequence.num_found_blocks = len(computed)
+        sequence.num_published_blocks = len(computed)
+        sequence.num_computed_tokens = len(computed) * self.block_size
+
+    def promise(self, sequence: Sequence, num_tokens: int) -> None:
+        """Keep as many blocks free as the sequence lacks for so many tokens, until it ends."""
+        sequence.num_promised_blocks = self.blocks_for(num_tokens)
+        self.num_promises += 1
+        self.num_promised_blocks += _num_owed(sequence)
+        assert self.num_promised_blocks <= self.num_free_blocks
+
+    def allocate(self, sequence: Sequence, num_new_tokens: int) -> bool:
+        """Give the sequence blocks for its next tokens, or change nothing and return False."""
+        num_tokens = sequence.num_computed_tokens + num_new_tokens
+        missing = self.blocks_for(num_tokens) - len(sequence.block_table)
+        owed = _num_owed(sequence)
+        if missing > self.num_available_blocks + owed:
+            return False
+        if missing <= 0:
+            return True
+        now = self._note_used_blocks()
+        for _ in range(missing):
+            block_id, _ = self._free.popitem(last=False)
+            block = self.blocks[block_id]
+            self._withdraw(block)
+            sequence.block_ns -= block.add_holder(now)
+            sequence.block_table.append(block_id)
+        num_held = len(sequence.block_table)
+        num_own = num_held - sequence.num_found_blocks
+        sequence.peak_blocks = max(sequence.peak_blocks, num_held)
+        sequence.peak_own_blocks = max(sequence.peak_own_blocks, num_own)
+        self.num_promised_blocks -= owed - _num_owed(sequence)
+        return True
+
+    def cache_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """Publish the blocks of the first so many tokens, which forward passes have filled.
+
+        Where equal content is known already, the older block stays the one that is found.
+        """
+        if not self.reuses(sequence):
+            return
+        num_full = num_computed_tokens // self.block_size
+        for i in range(sequence.num_published_blocks, num_full):
+            digest = self._block_hash(sequence, i)
+            if digest not in self._published:
+                block = self.blocks[sequence.block_table[i]]
+                block.digest = digest
+                block.token_ids = self._block_tokens(sequence, i)
+                self._published[digest] = block
+        sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)
+
+    def free(self, sequence: Sequence) -> None:
+        """Take all blocks from the sequence, and what it was promised."""
+        if sequence.num_promised_blocks:
+            self.num_promises -= 1
+            self.num_promised_blocks -= _num_owed(sequence)
+            sequence.num_promised_blocks = 0
+        self.trim(sequence, 0)
+        sequence.num_published_blocks = 0
+        sequence.num_computed_tokens = 0
+
+    def trim(self, sequence: Sequence, num_tokens: int) -> None:
+        """Take the blocks behind those of the first so many tokens from the sequence."""
+        owed = _num_owed(sequence)
+        num_left = self.blocks_for(num_tokens)
+        if len(sequence.block_table) <= num_left:
+            return
+        now = self._note_used_blocks()
+        while len(sequence.block_table) > num_left:
+            block = self.blocks[sequence.block_table.pop()]
+            sequence.block_ns += block.remove_holder(now)
+            if block.ref_count == 0:
+                self._free[block.block_id] = None
+                if block.digest is None:  # nothing to lose: the first to be taken again
+                    self._free.move_to_end(block.block_id, last=False)
+        self.num_promised_blocks += _num_owed(sequence) - owed
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Assert that reference counts, free list, promises and published blocks agree with the
+        holders."""
+        holders = [0] * len(self.blocks)
+        sequences = list(sequences)
+        assert self.num_promises == sum(bool(s.num_promised_blocks) for s in sequences)
+        assert self.num_promised_blocks == sum(map(_num_owed, sequences)) <= self.num_free_blocks
+        for sequence in sequences:
+            assert len(set(sequence.block_table)) == len(sequence.block_table)
+            assert len(sequence.block_table) * self.block_size >= sequence.num_computed_tokens
+            for block_id in sequence.block_table:
+                holders[block_id] += 1
+        for block, held in zip(self.blocks, holders, strict=True):
+            assert block.ref_count == held, f"block {block.block_id}"
+            assert (block.block_id in self._free) == (held == 0), f"block {block.block_id}"
+            if block.digest is not None:
+                assert self._published[block.digest] is block
+        assert sum(block.digest is not None for block in self.blocks) == len(self._published)
+
+    def _note_used_blocks(self) -> int:
+        """Before their number changes. Returns the time."""
+        now = self._clock()
+        self._used_block_ns += self.num_used_blocks * (now - self._since)
+        self._since = now
+        return now
+
+    def _withdraw(self, block: Block) -> None:
+        if block.digest is not None:
+            del self._published[block.digest]
+            block.digest = block.token_ids = None
+
+    def _block_tokens(self, sequence: Sequence, index: int) -> list[int]:
+        return sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
+
+    def _block_hash(self, sequence: Sequence, index: int) -> bytes:
+        """The hash of block `index` and all before it: H(parent, tokens), the salt at the root."""
+        if len(sequence.block_hashes) <= index:
+            self._extend_hashes(sequence, index + 1)
+        return sequence.block_hashes[index]
+
+    def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
+        hashes = sequence.block_hashes
+        first = len(hashes) * self.block_size
+        tokens = array("q", sequence.token_ids[first : num_blocks * self.block_size]).tobytes()
+        digest = hashes[-1] if hashes else self._root + sequence.request.cache_salt
+        size = self.block_size * 8  # bytes
+        for start in range(0, len(tokens), size):
+            digest = _digest(digest + tokens[start : start + size])
+            hashes.append(digest)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _num_owed(sequence: Sequence) -> int:
+    """Blocks that the sequence was promised and does not have yet."""
+    return max(sequence.num_promised_blocks - len(sequence.block_table), 0)

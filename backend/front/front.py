@@ -1,0 +1,239 @@
+"""Between Triton Server and the engine: takes requests in.
+
+`handle()` runs on Triton Server's thread; a request whose answer must have a form that has to be
+compiled goes on from there on a thread of the compiler's. What is answered, and when, is the
+output thread's (output_thread.py).
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import CancelledError, Future
+from functools import partial
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+
+from tritium.backend.accounts.billing import Bill, Billing
+from tritium.backend.accounts.trace import TraceWriter
+from tritium.backend.config import ConfigError, EngineConfig
+from tritium.backend.engine.engine import Engine, Runner
+from tritium.backend.engine.usage import BusyTime
+from tritium.backend.errors import Cancelled, RefusalReason, RequestError, Unavailable
+from tritium.backend.front.input_processor import Arrival, InputProcessor
+from tritium.backend.front.output_thread import (
+    LiveRequest,
+    Metrics,
+    Outputs,
+    OutputThread,
+    Responder,
+)
+from tritium.backend.front.protocol import GenerationRequest, parse
+from tritium.backend.front.structured import Grammar, GrammarCompiler
+from tritium.backend.front.tokenizer import Tokenizer
+
+logger = logging.getLogger("tritium")
+
+
+class _Accepted(NamedTuple):
+    """A request that has its places in the queue."""
+
+    request: GenerationRequest
+    responder: Responder
+    arrival: Arrival
+    bill: Bill
+
+
+class Front:
+    """Serves requests with an engine on a thread of its own.
+
+    Args:
+        config: Limits.
+        tokenizer: The model's.
+        runner: The model.
+        grammars: For answers that must have a form.
+        max_model_len: Tokens of prompt and answer together.
+        eos_token_ids: End an answer, unless `ignore_eos`.
+        metrics: Told of refusals, and of the engine a few times a second.
+        billing: Told of every request that comes and ends.
+        busy_time: Shares the engine's time among the requests.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        runner: Runner,
+        grammars: GrammarCompiler,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+        metrics: Metrics,
+        billing: Billing,
+        busy_time: BusyTime | None = None,
+    ) -> None:
+        self._drain_seconds = config.drain_seconds
+        self._inputs = InputProcessor(config, tokenizer, max_model_len, eos_token_ids)
+        self._grammars = grammars
+        self._metrics = metrics
+        self._billing = billing
+        self._trace = _trace_writer(config)
+        # By ids: the callbacks of grammars live as long as those, and responders must not.
+        self._compiling: dict[int, _Accepted] = {}
+        self._compiling_ids = count()
+        self._compiling_lock = threading.Lock()
+        self._is_stopped = False
+        outputs: Outputs = queue.SimpleQueue()
+        self._engine = Engine(config, runner, outputs.put, busy_time, outputs.put)
+        self._output_thread = OutputThread(
+            outputs, self._engine, tokenizer, metrics, billing, self._trace, self._poll_compiling
+        )
+        self._engine.start()
+        self._output_thread.start()
+
+    def is_ready(self) -> bool:
+        return self._engine.is_alive() and self._output_thread.is_alive()
+
+    def handle(
+        self,
+        inputs: Mapping[str, np.ndarray],
+        parameters: str,
+        responder: Responder,
+        timeout: float = 0,
+        request_id: str = "",
+    ) -> None:
+        """Accept a request or answer it with an error. Never raises.
+
+        Args:
+            timeout: Seconds after which it is refused, if it has no token by then; 0: never.
+            request_id: Its client's.
+        """
+        arrival = Arrival(time.perf_counter(), timeout)
+        bill = self._billing.open(request_id)
+        try:
+            request = parse(inputs, parameters)
+            bill.describe(request)
+            self._inputs.check(request)
+            # Before anything that takes time, so that a burst costs nothing.
+            self._engine.reserve(
+                request.sampling.n, request.request_class, self._inputs.patience(request)
+            )
+        except Exception as error:
+            self._refuse(responder, bill, error)
+            return
+        accepted = _Accepted(request, responder, arrival, bill)
+        if request.form:
+            compiling_id = next(self._compiling_ids)
+            self._compiling[compiling_id] = accepted
+            compiled = self._grammars.compile(request.form)
+            compiled.add_done_callback(partial(self._submit_compiled, compiling_id))
+        else:
+            self._submit(accepted)
+
+    def stop(self) -> None:
+        """Let running requests end for `drain_seconds`, then end what is left with an error.
+
+        Does nothing the second time.
+        """
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        self._engine.stop(self._drain_seconds)
+        with self._compiling_lock:
+            compiling = list(self._compiling.values())
+            self._compiling.clear()
+        for accepted in compiling:
+            self._withdraw(
+                accepted, Unavailable("the model is shutting down", RefusalReason.DRAINING)
+            )
+        self._grammars.close()
+        self._output_thread.stop()
+        if self._trace:
+            self._trace.close()
+
+    def _submit_compiled(self, compiling_id: int, compiled: Future[Grammar]) -> None:
+        """Never raises."""
+        with self._compiling_lock:
+            accepted = self._compiling.pop(compiling_id, None)
+        if accepted:  # not cancelled meanwhile
+            self._submit(accepted, compiled)
+
+    def _submit(self, accepted: _Accepted, compiled: Future[Grammar] | None = None) -> None:
+        """Hand a request over on its reserved places, or answer it with an error. Never raises."""
+        request, responder, arrival, bill = accepted
+        live = None
+        try:
+            grammar = _grammar(request, compiled) if compiled else None
+            self._metrics.prompt_tokenized()
+            token_ids = self._inputs.encode(request)
+            engine_requests = self._inputs.engine_requests(request, token_ids, grammar, arrival)
+            outputs = {
+                engine_request.request_id: self._inputs.output(request, token_ids, arrival)
+                for engine_request in engine_requests
+            }
+            live = LiveRequest(request, responder, outputs, engine_requests[0], bill)
+            self._output_thread.add(live)
+            self._billing.submitted(bill, outputs)
+            self._engine.submit(*engine_requests)
+        except Exception as error:
+            if live:
+                self._output_thread.discard(live)
+            self._billing.withdrawn(bill)
+            self._withdraw(accepted, error)
+
+    def _withdraw(self, accepted: _Accepted, error: Exception) -> None:
+        """Answer a request with an error, and give its places back."""
+        self._engine.release(accepted.request.sampling.n, accepted.request.request_class)
+        self._refuse(accepted.responder, accepted.bill, error)
+
+    def _refuse(self, responder: Responder, bill: Bill, error: Exception) -> None:
+        if isinstance(error, CancelledError):
+            error = Unavailable("the model is shutting down", RefusalReason.DRAINING)
+        if not isinstance(error, RequestError):
+            logger.error("a request could not be read", exc_info=error)
+            error = RequestError(f"internal error: {error!r}")
+        self._billing.close(bill, error.code.lower())
+        if error.reason:
+            self._metrics.request_refused(error.reason)
+        responder.fail(error)
+
+    def _poll_compiling(self) -> None:
+        """End those that wait for a grammar and were cancelled. Never raises."""
+        for compiling_id in list(self._compiling):
+            try:
+                self._check_compiling(compiling_id)
+            except Exception:
+                logger.exception("a request that waits for its grammar could not be cancelled")
+
+    def _check_compiling(self, compiling_id: int) -> None:
+        with self._compiling_lock:  # nothing is asked once another thread may have answered
+            accepted = self._compiling.get(compiling_id)
+            if not accepted or not accepted.responder.is_cancelled():
+                return
+            del self._compiling[compiling_id]
+        logger.info("[vllm] Cancelling the request")
+        self._withdraw(accepted, Cancelled("the request was cancelled"))
+        logger.info("[vllm] Successfully cancelled the request")
+
+
+def _trace_writer(config: EngineConfig) -> TraceWriter | None:
+    if not config.trace_path:
+        return None
+    try:
+        return TraceWriter(config.trace_path, config.trace_max_size, config.block_size)
+    except OSError as error:
+        raise ConfigError(
+            f"config.pbtxt: parameter 'trace_path' can't be {str(config.trace_path)!r}. {error}"
+        ) from None
+
+
+def _grammar(request: GenerationRequest, compiled: Future[Grammar]) -> Grammar:
+    # Not raised itself: its traceback would hold on to this request for as long as it is kept.
+    error = compiled.exception()
+    if isinstance(error, RequestError):
+        raise type(error)(f"{request.form_name}: {error}")
+    if error:
+        raise RuntimeError(f"a form could not be compiled: {error!r}") from error
+    return compiled.result()

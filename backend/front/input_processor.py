@@ -1,0 +1,258 @@
+"""What a client asks for, as the engine takes it: token ids, sampling, deadlines, salts."""
+
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import count
+from typing import NamedTuple
+
+from tritium.backend.config import EngineConfig
+from tritium.backend.engine.sequence import Deadline, EngineRequest, Milestone, RequestClass
+from tritium.backend.errors import InvalidArgument
+from tritium.backend.front.output import RequestOutput
+from tritium.backend.front.protocol import GenerationRequest
+from tritium.backend.front.structured import Grammar
+from tritium.backend.front.tokenizer import Tokenizer
+
+
+class Arrival(NamedTuple):
+    """When a request came, and how long it is ready to wait for its first token."""
+
+    time: float  # time.perf_counter()
+    timeout: float  # seconds, 0: for ever
+
+
+class InputProcessor:
+    """Makes engine requests of generation requests, within this server's limits.
+
+    Args:
+        config: Limits.
+        tokenizer: The model's.
+        max_model_len: Tokens of prompt and answer together.
+        eos_token_ids: End an answer, unless `ignore_eos`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
+        self._request_ids = count()
+
+    def check(self, request: GenerationRequest) -> None:
+        """What needs no token ids.
+
+        Raises:
+            InvalidArgument: this server does not do what is asked for.
+        """
+        num_answers = request.sampling.n
+        if num_answers > self._config.max_num_seqs:
+            raise InvalidArgument(
+                f"sampling parameter 'n': {num_answers} is not allowed; at most "
+                f"{self._config.max_num_seqs} answers run at once (max_num_seqs)"
+            )
+        self._check_lora(request.sampling.lora_name)
+        if request.sampling.speculative and not self._config.speculative_config:
+            raise InvalidArgument(
+                "sampling parameter 'speculative': true is not allowed; this server has no "
+                "speculative_config"
+            )
+
+    def patience(self, request: GenerationRequest) -> float:
+        """Seconds that a request may wait in the queue."""
+        deadline_ms = request.deadline_ms or math.inf
+        if request.request_class is RequestClass.INTERACTIVE:
+            deadline_ms = min(deadline_ms, self._config.max_queue_delay_ms)
+        return deadline_ms / 1e3
+
+    def encode(self, request: GenerationRequest) -> list[int]:
+        """The prompt's token ids.
+
+        Raises:
+            InvalidArgument: there are none, or too many.
+        """
+        if request.messages is not None:
+            tools = request.tools.functions if request.tools else None
+            name, token_ids = "messages", self._tokenizer.encode_chat(request.messages, tools)
+        else:
+            name, token_ids = "text_input", self._tokenizer.encode(request.text_input or "")
+        if not token_ids:
+            raise InvalidArgument(f"{name}: is empty; at least one token is needed")
+        keep = request.sampling.truncate_prompt_tokens
+        if keep is not None:
+            token_ids = token_ids[-(self._max_model_len - 1 if keep == -1 else keep) :]
+        if len(token_ids) >= self._max_model_len:
+            raise InvalidArgument(
+                f"{name}: the prompt has {len(token_ids)} tokens; at most "
+                f"{self._max_model_len - 1} are allowed (max_model_len is {self._max_model_len}, "
+                "one is needed for the answer)"
+            )
+        return token_ids
+
+    def engine_requests(
+        self,
+        request: GenerationRequest,
+        prompt_token_ids: list[int],
+        grammar: Grammar | None,
+        arrival: Arrival,
+    ) -> list[EngineRequest]:
+        """One for each answer; the later ones share the first one's prompt.
+
+        Raises:
+            InvalidArgument: a token id is not the model's.
+        """
+        sampling = request.sampling
+        for name, token_ids in (
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("allowed_token_ids", sampling.allowed_token_ids or []),
+            ("logit_bias", sampling.logit_bias),
+        ):
+            self._check_token_ids(name, token_ids)
+        stop_token_ids = set(sampling.stop_token_ids)
+        if grammar or not sampling.ignore_eos:  # an answer ends where its grammar does
+            stop_token_ids.update(self._eos_token_ids)
+        num_logprobs = sampling.logprobs
+        if num_logprobs is None and "return_cumulative_logprob" in request.returned:
+            num_logprobs = 0
+        detection = sampling.repetition_detection
+        if detection is None and not sampling.ignore_eos:  # which asks for a certain length
+            detection = self._config.repetition_detection
+        lora = sampling.lora_name or ""
+        scope = request.business_line if self._config.prefix_cache_scope == "line" else ""
+        seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
+        first = EngineRequest(
+            request_id=next(self._request_ids),
+            prompt_token_ids=prompt_token_ids,
+            max_tokens=min(
+                sampling.max_tokens or self._config.default_max_tokens,
+                self._config.max_output_tokens,
+                self._max_model_len - len(prompt_token_ids),
+            ),
+            min_tokens=sampling.min_tokens,
+            stop_token_ids=frozenset(stop_token_ids),
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=seed,
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=sampling.prompt_logprobs,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=tuple(sampling.logit_bias.items()),
+            allowed_token_ids=tuple(sampling.allowed_token_ids or ()),
+            bad_words=tuple(
+                tuple(token_ids)
+                for word in sampling.bad_words
+                for token_ids in self._tokenizer.encode_word(word)
+            ),
+            grammar=grammar,
+            repetition_detection=detection,
+            request_class=request.request_class,
+            priority=sampling.priority,
+            deadlines=self._deadlines(request, arrival),
+            speculative=self._speculates(sampling.speculative),
+            lora=lora,
+            # The line is part of the salt, so nobody can take on another line's.
+            # So is the adapter, whose KV is no other's.
+            cache_salt=f"{len(scope)}:{scope}{len(lora)}:{lora}{request.cache_salt}".encode(),
+            cache_scope=scope,
+        )
+        forks = [
+            replace(
+                first,
+                request_id=next(self._request_ids),
+                seed=seed + i,
+                fork_of=first.request_id,
+                num_prompt_logprobs=None,
+            )
+            for i in range(1, sampling.n)
+        ]
+        return [first, *forks]
+
+    def output(
+        self, request: GenerationRequest, prompt_token_ids: list[int], arrival: Arrival
+    ) -> RequestOutput:
+        """For one answer: where its tokens become text."""
+        sampling = request.sampling
+        return RequestOutput(
+            self._tokenizer.detokenizer(prompt_token_ids, sampling.skip_special_tokens),
+            stop=sampling.stop,
+            include_stop=sampling.include_stop_str_in_output,
+            min_tokens=sampling.min_tokens,
+            stream=request.stream,
+            prefix=(request.text_input or "") if request.echo else "",
+            num_prompt_tokens=len(prompt_token_ids),
+            trim_blanks=(
+                self._config.trim_blanks if sampling.trim_blanks is None else sampling.trim_blanks
+            ),
+            arrival_time=arrival.time,
+        )
+
+    def _deadlines(self, request: GenerationRequest, arrival: Arrival) -> tuple[Deadline, ...]:
+        config = self._config
+        limits = [
+            (
+                config.max_request_seconds,
+                Milestone.END,
+                f"max_request_seconds: the request has taken {config.max_request_seconds:g} s",
+            )
+        ]
+        if request.deadline_ms is not None:
+            limits.append(
+                (
+                    request.deadline_ms / 1e3,
+                    Milestone.END,
+                    f"deadline_ms: the answer was not complete within {request.deadline_ms} ms",
+                )
+            )
+        if arrival.timeout:
+            limits.append(
+                (
+                    arrival.timeout,
+                    Milestone.FIRST_TOKEN,
+                    f"timeout: the request has waited {arrival.timeout:g} s for its first token",
+                )
+            )
+        if request.request_class is RequestClass.INTERACTIVE:
+            limits.append(
+                (
+                    config.max_queue_delay_ms / 1e3,
+                    Milestone.ADMISSION,
+                    f"max_queue_delay_ms: the request has waited {config.max_queue_delay_ms} ms",
+                )
+            )
+        return tuple(
+            Deadline(arrival.time + seconds, milestone, error)
+            for seconds, milestone, error in limits
+        )
+
+    def _speculates(self, wanted: bool | None) -> bool:
+        config = self._config.speculative_config
+        return config is not None and (config.by_default if wanted is None else wanted)
+
+    def _check_lora(self, name: str | None) -> None:
+        """The messages are those of vLLM's Triton backend; its clients compare them."""
+        supported = list(self._config.lora_modules)
+        if name is not None and not supported:
+            raise InvalidArgument("LoRA feature is not enabled.")
+        if name is not None and name not in supported:
+            raise InvalidArgument(
+                f"LoRA {name:.100} is not supported, we currently support {supported}"
+            )
+
+    def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if not 0 <= token_id < self._tokenizer.vocab_size:
+                raise InvalidArgument(
+                    f"sampling parameter '{name}': {token_id} is not allowed; token ids "
+                    f"are 0 to {self._tokenizer.vocab_size - 1}"
+                )

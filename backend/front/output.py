@@ -1,0 +1,223 @@
+"""The text side of a running request: deltas, stop strings, token counts, usage, finish reason.
+
+Knows nothing of blocks, tensors or Triton Server.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from tritium.backend.engine.sequence import EngineOutput, FinishReason, SampledToken
+
+
+class Detokenizer(Protocol):
+    def add(self, token_id: int) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request used. Times in milliseconds, from the request's arrival."""
+
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt, not computed again
+    output_tokens: int
+    queue_ms: float
+    ttft_ms: float  # time to first token
+    total_ms: float
+    preemptions: int = 0  # how often it was recomputed, to give others its KV blocks
+    # Of the device; added when the engine has ended the request.
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    recompute_ms: float = 0.0  # after preemption; not billed
+    saved_ms: float = 0.0  # that computing the cached tokens would have taken, estimated
+    kv_block_seconds: float = 0.0
+    peak_kv_bytes: int = 0
+    peak_own_kv_bytes: int = 0  # without what was found in the prefix cache
+    cost: float | None = None  # where the server has a price
+
+    @classmethod
+    def of_samples(cls, usages: list["Usage"]) -> "Usage":
+        """What a request used whose prompt has several answers."""
+        first = usages[0]
+        return cls(
+            first.prompt_tokens,
+            first.cached_tokens,
+            sum(usage.output_tokens for usage in usages),
+            first.queue_ms,
+            min((usage.ttft_ms for usage in usages if usage.output_tokens), default=0.0),
+            max(usage.total_ms for usage in usages),
+            max(usage.preemptions for usage in usages),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one response carries of one answer."""
+
+    text: str
+    tokens: list[SampledToken]
+    cumulative_logprob: float  # of all tokens so far
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None  # with the finish reason
+    prompt_logprobs: list[SampledToken] | None = None  # of the prompt; with the first delta
+
+
+class RequestOutput:
+    """Collects a request's tokens and gives out text as soon as it is sure.
+
+    Text that may turn out to be the start of a stop string, or blanks at the end, is held back.
+
+    Args:
+        detokenizer: For this answer.
+        stop: Stop strings.
+        include_stop: Whether the text keeps the stop string, or the stop token's text.
+        min_tokens: Stop strings are not looked for in the first so many tokens.
+        stream: False: everything comes in one delta at the end.
+        prefix: Text that the first delta starts with (the echoed prompt).
+        trim_blanks: Whether blanks at the end of the answer are left out.
+        num_prompt_tokens: Of the prompt.
+        clock: Seconds, as time.perf_counter.
+        arrival_time: By the clock; now, if none is given.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stop: list[str],
+        include_stop: bool,
+        min_tokens: int,
+        stream: bool,
+        prefix: str,
+        num_prompt_tokens: int,
+        trim_blanks: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+        arrival_time: float | None = None,
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._stop = stop
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._stream = stream
+        self._trim_blanks = trim_blanks
+        self._text = prefix  # ready to go out
+        self._held = ""  # may be the start of a stop string
+        self._tokens: list[SampledToken] = []  # ready to go out
+        self._prompt_logprobs: list[SampledToken] | None = None
+        self._cumulative_logprob = 0.0
+        self._num_output_tokens = 0
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_cached_tokens = 0
+        self._num_preemptions = 0
+        self._clock = clock
+        self._arrival_time = clock() if arrival_time is None else arrival_time
+        self._scheduled_time = 0.0
+        self._first_token_time = 0.0
+        self._last_token_time = 0.0
+        self.gaps: list[float] = []  # seconds between one token and the next
+        self.finish_reason: FinishReason | None = None
+        self._has_ended = False  # the finish reason has gone out
+
+    def add(self, output: EngineOutput) -> None:
+        """Take in an output of the engine; what comes after a stop string is ignored."""
+        if self.finish_reason:
+            return
+        self._num_cached_tokens = output.num_cached_tokens
+        self._num_preemptions = output.num_preemptions
+        self._scheduled_time = output.scheduled_time
+        if not self._num_output_tokens:
+            self._prompt_logprobs = output.prompt_logprobs
+        for i, token in enumerate(output.tokens):
+            is_last = i == len(output.tokens) - 1
+            stops = is_last and output.finish_reason is FinishReason.STOP and not output.is_whole
+            self._add_token(token, hidden=stops and not self._include_stop)
+            if self.finish_reason:
+                return
+        if output.finish_reason:
+            self.finish_reason = output.finish_reason
+            self._text += self._held.rstrip() if self._trim_blanks else self._held
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether something can go out that has not gone out before."""
+        if self.finish_reason:
+            return not self._has_ended
+        return bool(self._stream and self._text)
+
+    def take(self) -> Delta:
+        """What goes out now. From the last delta on, all have the finish reason."""
+        delta = Delta(
+            self._text,
+            self._tokens,
+            self._cumulative_logprob,
+            self.finish_reason,
+            self.usage() if self.finish_reason else None,
+            self._prompt_logprobs,
+        )
+        self._text, self._tokens, self._prompt_logprobs = "", [], None
+        self._has_ended = self.finish_reason is not None
+        return delta
+
+    def usage(self) -> Usage:
+        """What the answer has used so far."""
+
+        def since_arrival(moment: float) -> float:
+            return round((moment - self._arrival_time) * 1e3, 3) if moment else 0.0
+
+        return Usage(
+            prompt_tokens=self._num_prompt_tokens,
+            cached_tokens=self._num_cached_tokens,
+            output_tokens=self._num_output_tokens,
+            queue_ms=since_arrival(self._scheduled_time),
+            ttft_ms=since_arrival(self._first_token_time),
+            total_ms=since_arrival(self._clock()),
+            preemptions=self._num_preemptions,
+        )
+
+    def _add_token(self, token: SampledToken, hidden: bool) -> None:
+        now = self._clock()
+        if self._num_output_tokens:
+            self.gaps.append(now - self._last_token_time)
+        else:
+            self._first_token_time = now
+        self._last_token_time = now
+        self._num_output_tokens += 1
+        self._tokens.append(token)
+        if token.logprobs:
+            self._cumulative_logprob += token.logprobs.logprob
+        if hidden:
+            return
+        text = self._held + self._detokenizer.add(token.token_id)
+        if self._num_output_tokens <= self._min_tokens:
+            self._text += text
+            return
+        found = _first_stop(text, self._stop)
+        if found is None:
+            sure = len(text) - _longest_started_stop(text, self._stop)
+            if self._trim_blanks:
+                sure = min(sure, len(text.rstrip()))
+            self._text += text[:sure]
+            self._held = text[sure:]
+            return
+        start, stop = found
+        self._text += text[: start + len(stop) if self._include_stop else start]
+        self._held = ""
+        self.finish_reason = FinishReason.STOP
+
+
+def _first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
+    """(start, stop string) of the stop string that begins first; of two there, the longer one."""
+    found = [(start, -len(stop), stop) for stop in stops if (start := text.find(stop)) >= 0]
+    if not found:
+        return None
+    start, _, stop = min(found)
+    return start, stop
+
+
+def _longest_started_stop(text: str, stops: list[str]) -> int:
+    """The length of the longest end of `text` that is a beginning of a stop string."""
+    longest = max(map(len, stops), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(stop.startswith(text[-length:]) for stop in stops):
+            return length
+    return 0

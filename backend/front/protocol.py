@@ -1,0 +1,350 @@
+"""The contract with clients: Triton Server's tensors and parameters to requests, and back.
+
+Names, types and defaults of vLLM's Triton backend come first, ours beside them. Works on numpy
+arrays; knows nothing of the Python backend's own types.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from tritium.backend.engine.sequence import RequestClass, SampledToken
+from tritium.backend.errors import InvalidArgument, Unsupported
+from tritium.backend.front.output import Delta, Usage
+from tritium.backend.front.sampling_params import SamplingParams
+from tritium.backend.front.structured_params import StructuredOutputs
+from tritium.backend.front.tools import Tools, parse_tools
+
+
+class TokenDecoder(Protocol):
+    def decode_token(self, token_id: int) -> str: ...
+
+
+class TensorSpec(NamedTuple):
+    name: str
+    data_type: str
+    dims: list[int]
+
+
+_FLAGS = (
+    "return_finish_reason",
+    "return_cumulative_logprob",
+    "return_logprobs",
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+    "return_usage",
+)
+# All of them optional: a request has text_input or messages.
+INPUTS = (
+    TensorSpec("text_input", "TYPE_STRING", [1]),
+    TensorSpec("messages", "TYPE_STRING", [1]),
+    TensorSpec("tools", "TYPE_STRING", [1]),
+    TensorSpec("tool_choice", "TYPE_STRING", [1]),
+    TensorSpec("stream", "TYPE_BOOL", [1]),
+    TensorSpec("sampling_parameters", "TYPE_STRING", [1]),
+    TensorSpec("exclude_input_in_output", "TYPE_BOOL", [1]),
+    *(TensorSpec(name, "TYPE_BOOL", [1]) for name in _FLAGS),
+    TensorSpec("return_error_code", "TYPE_BOOL", [1]),
+    TensorSpec("stop", "TYPE_STRING", [-1]),
+    TensorSpec("image", "TYPE_STRING", [-1]),
+    TensorSpec("embedding_request", "TYPE_STRING", [1]),
+    TensorSpec("business_line", "TYPE_STRING", [1]),
+    TensorSpec("cache_salt", "TYPE_STRING", [1]),
+    TensorSpec("request_class", "TYPE_STRING", [1]),
+    TensorSpec("deadline_ms", "TYPE_INT64", [1]),
+)
+OUTPUTS = (
+    TensorSpec("text_output", "TYPE_STRING", [-1]),
+    TensorSpec("finish_reason", "TYPE_STRING", [-1]),
+    TensorSpec("cumulative_logprob", "TYPE_FP32", [-1]),
+    TensorSpec("logprobs", "TYPE_STRING", [-1]),
+    TensorSpec("num_input_tokens", "TYPE_UINT32", [1]),
+    TensorSpec("num_output_tokens", "TYPE_UINT32", [-1]),
+    TensorSpec("usage", "TYPE_STRING", [1]),
+    TensorSpec("prompt_logprobs", "TYPE_STRING", [1]),
+)
+_MAX_DEADLINE_MS = 2**31
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A request as its client meant it, checked."""
+
+    text_input: str | None  # exactly one of text_input and messages
+    messages: list[dict[str, Any]] | None
+    sampling: SamplingParams
+    tools: Tools | None = None
+    stream: bool = False
+    echo: bool = False  # the answer starts with the prompt
+    returned: frozenset[str] = frozenset()  # those of the return_* flags that are set
+    business_line: str = ""
+    cache_salt: str = ""
+    request_class: RequestClass = RequestClass.INTERACTIVE
+    deadline_ms: int | None = None  # from its arrival to the end of the answer; None: for ever
+    trace_id: str = ""  # 32 hex digits of W3C's traceparent
+
+    @property
+    def form(self) -> StructuredOutputs | None:
+        """That the answer must have."""
+        return self.sampling.structured_outputs or (self.tools.form if self.tools else None)
+
+    @property
+    def form_name(self) -> str:
+        """Where the form comes from, for errors."""
+        given = self.sampling.structured_outputs
+        return "sampling parameter 'structured_outputs'" if given else "tools"
+
+
+def parse(inputs: Mapping[str, np.ndarray], parameters: str) -> GenerationRequest:
+    """Read a request.
+
+    Args:
+        inputs: The tensors that the request has.
+        parameters: The request's parameters, a JSON object or "".
+
+    Raises:
+        InvalidArgument: names the tensor or parameter, its value, and what is allowed.
+        Unsupported: image or embedding input.
+    """
+    for name in ("image", "embedding_request"):
+        if name in inputs:
+            raise Unsupported(f"{name}: not supported by this model")
+    text_input = _string(inputs, "text_input")
+    messages = _string(inputs, "messages")
+    if text_input is None and messages is None:
+        raise InvalidArgument("the request has neither text_input nor messages; send one of them")
+    if text_input is not None and messages is not None:
+        raise InvalidArgument("the request has both text_input and messages; send one of them")
+
+    settings = _json_object("request parameters", parameters) if parameters else {}
+    tools = parse_tools(*(_label(name, inputs, settings) for name in ("tools", "tool_choice")))
+    if tools and messages is None:
+        raise InvalidArgument("tools: only messages can have some: the chat template tells of them")
+    business_line, cache_salt, request_class = (
+        _label(name, inputs, settings) for name in ("business_line", "cache_salt", "request_class")
+    )
+    deadline_ms = _deadline_ms(inputs, settings)
+    trace_id = _trace_id(settings.pop("traceparent", ""))
+    sampling_parameters = _string(inputs, "sampling_parameters")
+    if sampling_parameters is not None:  # replaces the request's parameters
+        settings = _json_object("sampling_parameters", sampling_parameters)
+    if "stop" in inputs:
+        settings["stop"] = _strings(inputs, "stop")
+
+    stream = bool(_flag(inputs, "stream"))
+    exclude_input = _flag(inputs, "exclude_input_in_output")
+    if stream and exclude_input is False:
+        raise InvalidArgument(
+            "Error generating stream: When streaming, `exclude_input_in_output` = False "
+            "is not allowed."
+        )
+    sampling = SamplingParams.parse(settings)
+    if sampling.structured_outputs and tools and tools.form:
+        raise InvalidArgument(
+            "tool_choice: demands a form of the answer, and so does a sampling parameter; only "
+            "one of them is allowed"
+        )
+    return GenerationRequest(
+        text_input=text_input,
+        messages=None if messages is None else _messages(messages),
+        sampling=sampling,
+        tools=tools,
+        stream=stream,
+        echo=not stream and not exclude_input and text_input is not None,
+        returned=frozenset(name for name in _FLAGS if _flag(inputs, name)),
+        business_line=business_line,
+        cache_salt=cache_salt,
+        request_class=_request_class(request_class or "interactive"),
+        deadline_ms=deadline_ms,
+        trace_id=trace_id,
+    )
+
+
+def wants_error_code(inputs: Mapping[str, np.ndarray]) -> bool:
+    """Whether an error's message shall start with its gRPC status, as in "UNAVAILABLE: ..."."""
+    try:
+        return bool(_flag(inputs, "return_error_code"))
+    except InvalidArgument:
+        return False
+
+
+def response_tensors(
+    request: GenerationRequest,
+    deltas: list[Delta],
+    num_input_tokens: int,
+    usage: Usage | None,
+    tokenizer: TokenDecoder,
+) -> dict[str, np.ndarray]:
+    """The output tensors of one response: the texts, and what the request asked for beside them.
+
+    Args:
+        deltas: One an answer (`n`).
+        usage: With the last response.
+    """
+    tensors = {"text_output": _strings_tensor([delta.text for delta in deltas])}
+    if "return_finish_reason" in request.returned:
+        tensors["finish_reason"] = _strings_tensor([str(delta.finish_reason) for delta in deltas])
+    if "return_cumulative_logprob" in request.returned:
+        sums = [delta.cumulative_logprob for delta in deltas]
+        tensors["cumulative_logprob"] = np.array(sums, dtype=np.float32)
+    if "return_logprobs" in request.returned:
+        wanted = request.sampling.logprobs is not None
+        tensors["logprobs"] = _strings_tensor(
+            [json.dumps(_logprobs(delta.tokens, tokenizer) if wanted else None) for delta in deltas]
+        )
+        prompt = deltas[0].prompt_logprobs
+        if prompt is not None and request.sampling.prompt_logprobs is not None:
+            elements = [None, *_logprobs(prompt, tokenizer)]  # nothing comes before the first one
+            tensors["prompt_logprobs"] = _strings_tensor([json.dumps(elements)])
+    if "return_num_input_tokens" in request.returned:
+        tensors["num_input_tokens"] = np.array([num_input_tokens], dtype=np.uint32)
+    if "return_num_output_tokens" in request.returned:
+        counts = [len(delta.tokens) for delta in deltas]
+        tensors["num_output_tokens"] = np.array(counts, dtype=np.uint32)
+    if "return_usage" in request.returned and usage:
+        tensors["usage"] = _strings_tensor([json.dumps(asdict(usage))])
+    return tensors
+
+
+def _logprobs(tokens: list[SampledToken], tokenizer: TokenDecoder) -> list[dict[str, Any]]:
+    """One element a token: the top `logprobs` tokens and the chosen one."""
+    elements = []
+    for token_id, logprobs in tokens:
+        assert logprobs
+        ranked = {i: (value, rank) for rank, (i, value) in enumerate(logprobs.top, start=1)}
+        ranked[token_id] = (logprobs.logprob, logprobs.rank)
+        elements.append(
+            {
+                str(i): {
+                    "logprob": value,
+                    "rank": rank,
+                    "decoded_token": tokenizer.decode_token(i),
+                }
+                for i, (value, rank) in ranked.items()
+            }
+        )
+    return elements
+
+
+def _strings_tensor(texts: list[str]) -> np.ndarray:
+    return np.array([text.encode() for text in texts], dtype=np.object_)
+
+
+def _strings(inputs: Mapping[str, np.ndarray], name: str) -> list[str]:
+    try:
+        return [
+            value if isinstance(value, str) else value.decode()
+            for value in inputs[name].reshape(-1)
+        ]
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(
+            f"{name}: not valid UTF-8 at byte {error.start}; only UTF-8 text is allowed"
+        ) from None
+
+
+def _one(name: str, values: list[Any]) -> Any:
+    if len(values) != 1:
+        raise InvalidArgument(f"{name}: has {len(values)} elements; exactly 1 is allowed")
+    return values[0]
+
+
+def _string(inputs: Mapping[str, np.ndarray], name: str) -> str | None:
+    return _one(name, _strings(inputs, name)) if name in inputs else None
+
+
+def _flag(inputs: Mapping[str, np.ndarray], name: str) -> bool | None:
+    return bool(_one(name, inputs[name].reshape(-1).tolist())) if name in inputs else None
+
+
+def _label(name: str, inputs: Mapping[str, np.ndarray], settings: dict[str, Any]) -> str:
+    """A label from its tensor, else from the parameters, where it is taken out."""
+    value = settings.pop(name, "")
+    if name in inputs:
+        value = _string(inputs, name)
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{name}: {value!r:.100} is not allowed; it is a string")
+    return value
+
+
+def _request_class(name: str) -> RequestClass:
+    classes = {request_class.name.lower(): request_class for request_class in RequestClass}
+    if name not in classes:
+        allowed = " or ".join(classes)
+        raise InvalidArgument(f"request_class: {name!r:.100} is not allowed; it is {allowed}")
+    return classes[name]
+
+
+def _deadline_ms(inputs: Mapping[str, np.ndarray], settings: dict[str, Any]) -> int | None:
+    """From its tensor, else from the parameters, where it is taken out."""
+    value = settings.pop("deadline_ms", None)
+    if "deadline_ms" in inputs:
+        value = _one("deadline_ms", inputs["deadline_ms"].reshape(-1).tolist())
+    if value is None:
+        return None
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if type(number) is not int or not 1 <= number <= _MAX_DEADLINE_MS:
+        raise InvalidArgument(
+            f"deadline_ms: {value!r:.100} is not allowed; it is a whole number of milliseconds "
+            f"from 1 to {_MAX_DEADLINE_MS}"
+        )
+    return number
+
+
+def _trace_id(traceparent: Any) -> str:
+    """Of W3C's header, which says that one which is not valid is to be ignored."""
+    match = _TRACEPARENT.fullmatch(traceparent) if isinstance(traceparent, str) else None
+    return match[1] if match else ""
+
+
+def _json(name: str, text: str, what: str) -> Any:
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # escapes can make lone surrogates
+        return value
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{name}: has a lone surrogate, which is not a character") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{name}: not valid JSON: {error}; it is {what}") from None
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    value = _json(name, text, "a JSON object")
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"{name}: {text!r:.100} is not allowed; it is a JSON object")
+    return value
+
+
+def _messages(text: str) -> list[dict[str, Any]]:
+    messages = _json("messages", text, "a JSON list")
+    if not isinstance(messages, list) or not messages:
+        raise InvalidArgument(
+            f"messages: {text!r:.100} is not allowed; it is a JSON list with at least one message"
+        )
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InvalidArgument(f"messages: element {i} is not an object with a 'role' string")
+        calls = message.get("tool_calls")
+        if calls is not None:
+            message["tool_calls"] = _tool_calls(i, calls)
+        if not isinstance(message.get("content"), str) and (message.get("content") or not calls):
+            raise InvalidArgument(f"messages: element {i} has no 'content' string")
+    return messages
+
+
+def _tool_calls(i: int, calls: Any) -> list[dict[str, Any]]:
+    """An earlier answer's, their arguments as templates want them: not as JSON text."""
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    ):
+        raise InvalidArgument(f"messages: element {i}: 'tool_calls' is not a list of calls")
+    for call in calls:
+        arguments = call["function"].get("arguments")
+        if isinstance(arguments, str):
+            name = f"messages: element {i}: arguments"
+            call["function"]["arguments"] = _json_object(name, arguments or "{}")
+    return calls

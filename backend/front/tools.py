@@ -1,0 +1,108 @@
+"""Tools that an answer may call: OpenAI's `tools` and `tool_choice`, as requests bring them."""
+
+import json
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from tritium.backend.errors import InvalidArgument
+from tritium.backend.front.structured_params import StructuredOutputs, read_structured_outputs
+
+_CHOICES = ("none", "auto", "required")
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What the chat template is told, and the form that `tool_choice` demands of the answer.
+
+    The form is vLLM's: of a named function the arguments, a JSON object; where some call is
+    required, [{"name": ..., "parameters": {...}}, ...]. Else the answer is in the model's own
+    words, for the caller to read.
+    """
+
+    functions: list[dict[str, Any]]
+    form: StructuredOutputs | None
+
+
+def parse_tools(tools: str, tool_choice: str) -> Tools | None:
+    """Read both, "" where the request has none. None: no tool may be called.
+
+    Raises:
+        InvalidArgument: names the field, its value and what is allowed.
+    """
+    if not tools:
+        if tool_choice not in ("", "none", "auto"):
+            _refuse("tool_choice", tool_choice, "The request has no tools")
+        return None
+    functions = _json("tools", tools)
+    if not isinstance(functions, list) or not functions:
+        _refuse("tools", tools, "It is a JSON list with at least one tool")
+    by_name = {_name(i, tool): tool["function"] for i, tool in enumerate(functions)}
+    choice: Any = tool_choice or "auto"
+    if choice not in _CHOICES:
+        choice = _json("tool_choice", tool_choice)
+    if choice == "none":
+        return None
+    if choice == "auto":
+        return Tools(functions, None)
+    if choice == "required":
+        return Tools(functions, read_structured_outputs("tools", {"json": _calls(by_name)}))
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or name not in by_name:
+        allowed = ", ".join([*_CHOICES, '{"type": "function", "function": {"name": ...}}'])
+        _refuse("tool_choice", tool_choice, f"It is {allowed}, of {', '.join(by_name)}")
+    return Tools(functions, read_structured_outputs("tools", {"json": _parameters(by_name[name])}))
+
+
+def _calls(by_name: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The JSON schema of calls of some of these functions."""
+    calls = []
+    definitions: dict[str, Any] = {}
+    for name, function in by_name.items():
+        parameters = dict(_parameters(function))
+        # References are looked up from the root.
+        own = parameters.pop("$defs", None) or {}
+        if not isinstance(own, dict):
+            _refuse(f"tools: '{name}': $defs", own, "It is an object")
+        for key, definition in own.items():
+            if definitions.setdefault(key, definition) != definition:
+                _refuse(f"tools: '{name}': $defs", key, "Another tool defines it otherwise")
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": parameters},
+                "required": ["name", "parameters"],
+            }
+        )
+    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
+
+
+def _parameters(function: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a function's arguments; some leave out that they are an object."""
+    return {"type": "object", "properties": {}, **(function.get("parameters") or {})}
+
+
+def _name(i: int, tool: Any) -> str:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    function = function if isinstance(function, dict) else {}
+    name = function.get("name")
+    if not isinstance(name, str) or not isinstance(function.get("parameters") or {}, dict):
+        _refuse(
+            f"tools: element {i}",
+            tool,
+            'It is {"type": "function", "function": {"name": ..., "parameters": {...}}}',
+        )
+    return name
+
+
+def _json(name: str, text: str) -> Any:
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # escapes can make lone surrogates
+        return value
+    except (ValueError, RecursionError) as error:
+        _refuse(name, text, f"It is not valid JSON: {error}")
+
+
+def _refuse(name: str, value: Any, reason: str) -> NoReturn:
+    raise InvalidArgument(f"{name}: {value!r:.100} is not allowed. {reason}")

@@ -1,0 +1,255 @@
+"""Reading a GGUF file: its metadata as a transformers config, its tensors under their names there.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is parsed here
+and not by a library: the `gguf` package takes seconds for it (an array for each entry of the
+vocabulary), and transformers drops in silence what it doesn't know, such as scaled rotary
+frequencies and biases. The `gguf` package does turn the quantized blocks into numbers.
+"""
+
+import mmap
+import struct
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import torch
+from gguf import GGMLQuantizationType, GGUFValueType
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+from tritium.backend.runner.models.config import SUPPORTED_ROPE_TYPES, require
+
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral is stored as llama
+
+_SCALARS = {
+    GGUFValueType.UINT8: "<B",
+    GGUFValueType.INT8: "<b",
+    GGUFValueType.UINT16: "<H",
+    GGUFValueType.INT16: "<h",
+    GGUFValueType.UINT32: "<I",
+    GGUFValueType.INT32: "<i",
+    GGUFValueType.UINT64: "<Q",
+    GGUFValueType.INT64: "<q",
+    GGUFValueType.FLOAT32: "<f",
+    GGUFValueType.FLOAT64: "<d",
+    GGUFValueType.BOOL: "<?",
+}
+
+_HF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_HF_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_HF_ROPE_NAMES = {
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+class _TensorInfo(NamedTuple):
+    shape: tuple[int, ...]
+    quantization: GGMLQuantizationType
+    offset: int  # from the start of the tensor data
+
+
+class GGUFFile:
+    """A GGUF file's header, and its tensors on demand.
+
+    Raises:
+        ValueError: not a GGUF file, cut short, of an unsupported version or architecture.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            # Copy-on-write: torch insists on writable memory, and nothing is written.
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        if self._data[:4] != b"GGUF":
+            raise ValueError(f"{path} is not a GGUF file: it does not start with 'GGUF'.")
+        cursor = _Cursor(self._data, offset=4)
+        version = cursor.scalar("<I")
+        if version not in (2, 3):
+            raise ValueError(f"{path} is GGUF version {version}. Supported: 2, 3.")
+        try:
+            self._read_header(cursor)
+        except (struct.error, KeyError, ValueError) as error:
+            raise ValueError(f"{path} is damaged or cut short: {error!r} in its header.") from error
+        end = self._data_start + max((self._end(info) for info in self.tensors.values()), default=0)
+        if end > len(self._data):
+            raise ValueError(f"{path} is cut short: {len(self._data)} bytes of {end}.")
+        require("GGUF architecture", self.architecture, _ARCHITECTURES)
+
+    def hf_config(self) -> PretrainedConfig:
+        """The transformers config that the metadata amounts to."""
+        if "token_embd.weight" not in self.tensors:
+            raise ValueError(f"{self.path} holds no model: it has no token_embd.weight.")
+        kwargs = {
+            "vocab_size": self.tensors["token_embd.weight"].shape[0],
+            "hidden_size": self._value("embedding_length"),
+            "intermediate_size": self._value("feed_forward_length"),
+            "num_hidden_layers": self._value("block_count"),
+            "num_attention_heads": self._value("attention.head_count"),
+            "num_key_value_heads": self._value("attention.head_count_kv"),
+            "head_dim": self._head_dim(),
+            "rms_norm_eps": self._value("attention.layer_norm_rms_epsilon"),
+            "max_position_embeddings": self._value("context_length"),
+            "rope_parameters": self._rope_parameters(),
+            "tie_word_embeddings": "output.weight" not in self.tensors,
+            "attention_bias": "blk.0.attn_q.bias" in self.tensors,
+            "mlp_bias": "blk.0.ffn_gate.bias" in self.tensors,
+            "num_experts": self._value("expert_count", 0),
+            "eos_token_id": self._eos_token_ids(),
+        }
+        config: PretrainedConfig = AutoConfig.for_model(self.architecture, **kwargs)
+        return config
+
+    def rope_factors(self) -> Tensor | None:
+        """[head_dim // 2] float32: divisors of the rotary frequencies (Llama 3.1 and later)."""
+        return self._tensor(_ROPE_FACTORS) if _ROPE_FACTORS in self.tensors else None
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in transformers, float32 tensor) of each weight, dequantized one at a time.
+
+        A tensor with no counterpart comes under the name it has here, for the model to refuse.
+        """
+        for name in self.tensors:
+            if name != _ROPE_FACTORS:
+                yield _hf_name(name), self._unpermuted(name, self._tensor(name))
+
+    def _value(self, name: str, *default: Any) -> Any:
+        key = f"{self.architecture}.{name}"
+        if key not in self.metadata and not default:
+            raise ValueError(f"{self.path} has no {key} in its metadata.")
+        return self.metadata.get(key, *default)
+
+    def _head_dim(self) -> int:
+        implied = self._value("embedding_length") // self._value("attention.head_count")
+        head_dim: int = self._value("attention.key_length", implied)
+        return head_dim
+
+    def _rope_parameters(self) -> dict[str, Any]:
+        parameters = {"rope_type": "default", "rope_theta": self._value("rope.freq_base", 10000.0)}
+        rotary_dim = self._value("rope.dimension_count", self._head_dim())
+        if rotary_dim != self._head_dim():
+            parameters["partial_rotary_factor"] = rotary_dim / self._head_dim()
+
+        prefix = f"{self.architecture}.rope.scaling."
+        scaling = {
+            key.removeprefix(prefix): value
+            for key, value in self.metadata.items()
+            if key.startswith(prefix) and key != f"{prefix}finetuned"
+        }
+        # As in llama.cpp, a factor without a type means linear.
+        rope_type = scaling.pop("type", "linear" if scaling else "none")
+        if rope_type == "none":
+            return parameters
+        require("rope_type", rope_type, SUPPORTED_ROPE_TYPES)
+        parameters["rope_type"] = rope_type
+        for name, hf_name in _HF_ROPE_NAMES.items():
+            if name in scaling:
+                parameters[hf_name] = scaling.pop(name)
+        if scaling:
+            unknown = ", ".join(prefix + name for name in scaling)
+            raise ValueError(f"{self.path} has {unknown} in its metadata, which is not supported.")
+        return parameters
+
+    def _eos_token_ids(self) -> list[int]:
+        """What llama.cpp ends a generation at: end of sequence, of turn, of message."""
+        keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+        return [self.metadata[key] for key in keys if key in self.metadata]
+
+    def _tensor(self, name: str) -> Tensor:
+        info = self.tensors[name]
+        raw_shape = gguf.quant_shape_to_byte_shape(info.shape, info.quantization)
+        raw = torch.frombuffer(
+            self._data,
+            dtype=torch.uint8,
+            count=prod(raw_shape),
+            offset=self._data_start + info.offset,
+        )
+        return torch.from_numpy(gguf.dequantize(raw.view(raw_shape).numpy(), info.quantization))
+
+    def _unpermuted(self, name: str, tensor: Tensor) -> Tensor:
+        """Undo llama.cpp's reordering of a Llama's query and key rows.
+
+        Its rotation pairs neighbours (2i, 2i + 1); that of transformers, and ours, pairs halves
+        (i, i + head_dim / 2). Only architecture `llama` is stored for the former.
+        """
+        is_query_or_key = ".attn_q." in name or ".attn_k." in name
+        if self.architecture != "llama" or not is_query_or_key:
+            return tensor
+        rows = tensor.view(-1, self._head_dim() // 2, 2, *tensor.shape[1:])
+        return rows.transpose(1, 2).reshape(tensor.shape)
+
+    # -- the header --
+
+    def _read_header(self, cursor: "_Cursor") -> None:
+        num_tensors, num_values = cursor.scalar("<Q"), cursor.scalar("<Q")
+        self.metadata: dict[str, Any] = {
+            cursor.string(): cursor.value(cursor.scalar("<I")) for _ in range(num_values)
+        }
+        self.architecture: str = self.metadata["general.architecture"]
+        self.tensors = {cursor.string(): cursor.tensor_info() for _ in range(num_tensors)}
+        alignment = self.metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
+        self._data_start = -(-cursor.offset // alignment) * alignment
+
+    @staticmethod
+    def _end(info: _TensorInfo) -> int:
+        return info.offset + prod(gguf.quant_shape_to_byte_shape(info.shape, info.quantization))
+
+
+class _Cursor:
+    """Reads the header's little-endian values one after another."""
+
+    def __init__(self, data: mmap.mmap, offset: int) -> None:
+        self.data = data
+        self.offset = offset
+
+    def scalar(self, layout: str) -> Any:
+        (value,) = struct.unpack_from(layout, self.data, self.offset)
+        self.offset += struct.calcsize(layout)
+        return value
+
+    def string(self) -> str:
+        length = self.scalar("<Q")
+        start, self.offset = self.offset, self.offset + length
+        return self.data[start : self.offset].decode("utf-8")
+
+    def value(self, kind: int) -> Any:
+        if kind == GGUFValueType.STRING:
+            return self.string()
+        if kind == GGUFValueType.ARRAY:
+            item_kind, length = self.scalar("<I"), self.scalar("<Q")
+            return [self.value(item_kind) for _ in range(length)]
+        return self.scalar(_SCALARS[GGUFValueType(kind)])
+
+    def tensor_info(self) -> _TensorInfo:
+        sizes = [self.scalar("<Q") for _ in range(self.scalar("<I"))]
+        kind, offset = self.scalar("<I"), self.scalar("<Q")
+        return _TensorInfo(tuple(reversed(sizes)), GGMLQuantizationType(kind), offset)
+
+
+def _hf_name(name: str) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight."""
+    match name.split("."):
+        case ["blk", layer, module, kind] if module in _HF_LAYER_NAMES:
+            return f"model.layers.{layer}.{_HF_LAYER_NAMES[module]}.{kind}"
+        case [module, kind] if module in _HF_NAMES:
+            return f"{_HF_NAMES[module]}.{kind}"
+    return name

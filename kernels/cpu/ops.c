@@ -1,0 +1,297 @@
+/* The operations of a model on CPUs, for bfloat16: see `cpu.py`, which builds and calls this, and
+ * `kernels/__init__.py` for what each does. Products, attention and whatever else depends on the
+ * processor are in `cpu_amx.h` or `cpu_avx2.h`, sampling in `cpu_sampling.h`.
+ *
+ * No result of a row depends on which other rows are computed with it: every sum is taken in an
+ * order that only the row itself decides (He et al., "Defeating nondeterminism in LLM inference",
+ * 2025).
+ */
+
+#define _GNU_SOURCE
+#include <float.h>
+#include <immintrin.h>
+#include <math.h>
+#include <omp.h>
+#include <sched.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+typedef uint16_t bf16;
+
+enum {
+    ROWS = 16,      /* of a tile */
+    ROW_BYTES = 64, /* of a tile: 16 float32, or 16 pairs of bf16 */
+    PAIRS = 32,     /* bf16 in a row of a tile */
+    TILE = ROWS * PAIRS,
+    MAX_DIM = 256,  /* of a head */
+};
+
+#define NEVER (-1e30f) /* the score of a key that is not seen */
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+
+static float to_float(bf16 x)
+{
+    union { uint32_t bits; float value; } u = {(uint32_t)x << 16};
+    return u.value;
+}
+
+static bf16 to_bf16(float x)
+{
+    union { float value; uint32_t bits; } u = {x};
+    if (x != x)
+        return 0x7fc0;
+    return (u.bits + 0x7fff + (u.bits >> 16 & 1)) >> 16; /* to nearest, ties to even */
+}
+
+/* Thread i gets the i-th of the cores that this process may use. */
+void bind_threads(void)
+{
+    cpu_set_t allowed;
+    sched_getaffinity(0, sizeof allowed, &allowed);
+    #pragma omp parallel
+    {
+        int before = omp_get_thread_num();
+        for (int core = 0; core < CPU_SETSIZE; core++) {
+            if (!CPU_ISSET(core, &allowed) || before--)
+                continue;
+            cpu_set_t own;
+            CPU_ZERO(&own);
+            CPU_SET(core, &own);
+            sched_setaffinity(0, sizeof own, &own);
+            break;
+        }
+    }
+}
+
+/* -- what the processor decides -- */
+
+/* [n, k], laid out as [n / 16, k / 2, 16, 2], so that 32 of k for 16 of n are a tile; in
+ * 16 bits: bf16;
+ *  8 bits: int8, and scales [n] float;
+ *  4 bits: a tile's row is 16 bytes, the lower halves its first 16 values, the upper halves its
+ *          last; scales [n / 16, k / 32, 2, 16] fp16, by which values are multiplied, then added.
+ */
+struct weight {
+    const void *values, *scales;
+    int64_t bits;
+};
+
+struct attention {
+    const bf16 *q;           /* [num_tokens, num_heads, dim] */
+    const bf16 *keys;        /* [num_blocks, block_size, num_kv_heads, dim] */
+    const bf16 *values;      /* the same */
+    const int32_t *starts;   /* [num_seqs + 1]: of each sequence's queries */
+    const int32_t *seq_lens; /* [num_seqs] */
+    const int32_t *blocks;   /* [num_seqs, max_blocks] */
+    bf16 *out;               /* [num_tokens, num_heads, dim] */
+    int64_t num_seqs, max_blocks, block_size, num_heads, num_kv_heads, dim;
+    int64_t window; /* 0: none */
+    float scale;
+};
+
+/* What a task needs: it is all of one thread's own. */
+struct scratch {
+    float *scores; /* [keys, 16]: of each key with the queries of a task */
+    bf16 *probs;   /* [keys / 32, 16, 32] */
+    int64_t size;  /* keys there is room for */
+};
+
+static void make_room(struct scratch *scratch, int64_t size)
+{
+    if (scratch->size >= size)
+        return;
+    free(scratch->scores);
+    free(scratch->probs);
+    scratch->size = 2 * size;
+    scratch->scores = aligned_alloc(64, scratch->size * ROW_BYTES);
+    scratch->probs = aligned_alloc(64, scratch->size * ROWS * sizeof(bf16));
+    if (!scratch->scores || !scratch->probs)
+        abort();
+}
+
+
+static const bf16 *at_key(const struct attention *s, const bf16 *cache, int64_t seq,
+                          int64_t kv_head, int64_t key)
+{
+    const int64_t block = s->blocks[seq * s->max_blocks + key / s->block_size];
+    const int64_t slot = block * s->block_size + key % s->block_size;
+    return cache + (slot * s->num_kv_heads + kv_head) * s->dim;
+}
+
+#ifdef __AMX_BF16__
+#include "amx.h"
+#else
+#include "avx2.h"
+#endif
+#include "sampling.h"
+
+/* -- norms, activation, rotary embedding -- */
+
+static void norm_row(const bf16 *x, const bf16 *weight, float eps, bf16 *out, int64_t size)
+{
+    float lanes[16] = {0}, sum = 0; /* a fixed order, for any compiler */
+    for (int64_t i = 0; i < size; i += 16)
+        for (int j = 0; j < 16; j++)
+            lanes[j] += to_float(x[i + j]) * to_float(x[i + j]);
+    for (int j = 0; j < 16; j++)
+        sum += lanes[j];
+    const float scale = 1 / sqrtf(sum / size + eps);
+    for (int64_t i = 0; i < size; i++)
+        out[i] = to_bf16(to_float(x[i]) * scale * to_float(weight[i]));
+}
+
+/* out = rms_norm(x) of each of n rows; size % 16 == 0. With a residual: of residual += x. */
+void rms_norm(const bf16 *x, bf16 *residual, const bf16 *weight, float eps, bf16 *out, int64_t n,
+              int64_t size)
+{
+    #pragma omp parallel for if (n >= 8)
+    for (int64_t row = 0; row < n; row++) {
+        const bf16 *normed = x + row * size;
+        if (residual) {
+            bf16 *to = residual + row * size;
+            for (int64_t i = 0; i < size; i++)
+                to[i] = to_bf16(to_float(to[i]) + to_float(normed[i]));
+            normed = to;
+        }
+        norm_row(normed, weight, eps, out + row * size, size);
+    }
+}
+
+/* gate_up [n, 2 * size] -> out [n, size]; size % 16 == 0. */
+void silu_and_mul(const bf16 *gate_up, bf16 *out, int64_t n, int64_t size)
+{
+    #pragma omp parallel for if (n >= 8)
+    for (int64_t row = 0; row < n; row++) {
+        const bf16 *gate = gate_up + row * 2 * size;
+        silu_and_mul_row(gate, gate + size, out + row * size, size);
+    }
+}
+
+static void rotate(const bf16 *x, const float *cos, const float *sin, bf16 *out, int64_t dim)
+{
+    const int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; i++) {
+        const float a = to_float(x[i]), b = to_float(x[half + i]);
+        out[i] = to_bf16(a * cos[i] - b * sin[i]);
+        out[half + i] = to_bf16(b * cos[i] + a * sin[i]);
+    }
+}
+
+/* qkv [n, num_heads + 2 * num_kv_heads, dim] -> q [n, num_heads, dim], rotated; keys, rotated, and
+ * values to their slots (-1: nowhere) in the cache [num_slots, num_kv_heads, dim].
+ *
+ * cos, sin: [n, dim / 2]. q_norm, k_norm: weights [dim] of a norm before the rotation, or NULL.
+ */
+void rope_and_cache(const bf16 *qkv, const float *cos, const float *sin, const int64_t *slots,
+                    const bf16 *q_norm, const bf16 *k_norm, float eps, bf16 *q, bf16 *keys,
+                    bf16 *values, int64_t n, int64_t num_heads, int64_t num_kv_heads, int64_t dim)
+{
+    #pragma omp parallel for if (n >= 8)
+    for (int64_t token = 0; token < n; token++) {
+        const bf16 *x = qkv + token * (num_heads + 2 * num_kv_heads) * dim;
+        const int64_t slot = slots[token];
+        bf16 normed[MAX_DIM];
+        for (int64_t head = 0; head < num_heads + num_kv_heads; head++, x += dim) {
+            const int is_key = head >= num_heads;
+            const bf16 *in = x;
+            if (q_norm) {
+                norm_row(x, is_key ? k_norm : q_norm, eps, normed, dim);
+                in = normed;
+            }
+            if (is_key && slot < 0)
+                continue;
+            bf16 *to = is_key ? keys + (slot * num_kv_heads + head - num_heads) * dim
+                              : q + (token * num_heads + head) * dim;
+            rotate(in, cos + token * dim / 2, sin + token * dim / 2, to, dim);
+        }
+        if (slot >= 0)
+            memcpy(values + slot * num_kv_heads * dim, x, num_kv_heads * dim * sizeof(bf16));
+    }
+}
+/* -- attention -- */
+
+/* dim % 32 == block_size % 16 == 0; num_heads / num_kv_heads <= 16. */
+void attention(const struct attention *s)
+{
+    static __thread struct scratch scratch;
+    const int64_t group = s->num_heads / s->num_kv_heads, queries = ROWS / group;
+    int64_t next = 0;
+    #pragma omp parallel
+    {
+        begin_attention();
+        int64_t task = 0, mine;
+        #pragma omp atomic capture
+        mine = next++;
+        for (int64_t seq = 0; seq < s->num_seqs; seq++) {
+            const int64_t query_len = s->starts[seq + 1] - s->starts[seq];
+            for (int64_t first = 0; first < query_len; first += queries) {
+                for (int64_t kv_head = 0; kv_head < s->num_kv_heads; kv_head++) {
+                    if (task++ != mine)
+                        continue;
+                    attend(s, seq, kv_head, first, MIN(queries, query_len - first), &scratch);
+                    #pragma omp atomic capture
+                    mine = next++;
+                }
+            }
+        }
+        end_attention();
+    }
+}
+
+/* -- all layers of a model -- */
+
+struct linear {
+    struct weight weight;
+    const bf16 *bias;
+};
+
+struct layer {
+    const bf16 *input_norm, *post_attention_norm, *q_norm, *k_norm;
+    struct linear qkv, o, gate_up, down;
+    bf16 *keys, *values;
+};
+
+struct decoder {
+    const struct layer *layers;
+    const bf16 *norm; /* of the last layer's output */
+    bf16 *residual;   /* [n, hidden]: embeddings, overwritten */
+    bf16 *x;          /* [n, hidden]: the result */
+    bf16 *qkv;        /* [n, num_heads + 2 * num_kv_heads, dim] */
+    bf16 *gate_up;    /* [n, 2 * intermediate] */
+    bf16 *activated;  /* [n, intermediate] */
+    const float *cos, *sin;
+    const int64_t *slots;
+    int64_t num_layers, n, hidden, intermediate;
+    float eps;
+    struct attention attention; /* without keys and values */
+};
+
+/* What `LlamaModel.forward` does, by the same functions, in one call. */
+void decode(const struct decoder *d)
+{
+    struct attention a = d->attention;
+    const int64_t n = d->n, hidden = d->hidden, intermediate = d->intermediate;
+    const int64_t q_size = a.num_heads * a.dim, kv_size = a.num_kv_heads * a.dim;
+    bf16 *const q = (bf16 *)a.q, *const x = d->x;
+
+    rms_norm(d->residual, NULL, d->layers[0].input_norm, d->eps, x, n, hidden);
+    for (int64_t i = 0; i < d->num_layers; i++) {
+        const struct layer *l = d->layers + i;
+        const bf16 *next_norm = i + 1 < d->num_layers ? l[1].input_norm : d->norm;
+        linear(x, &l->qkv.weight, l->qkv.bias, d->qkv, 0, n, hidden, q_size + 2 * kv_size);
+        rope_and_cache(d->qkv, d->cos, d->sin, d->slots, l->q_norm, l->k_norm, d->eps, q, l->keys,
+                       l->values, n, a.num_heads, a.num_kv_heads, a.dim);
+        a.keys = l->keys;
+        a.values = l->values;
+        attention(&a);
+        linear(a.out, &l->o.weight, l->o.bias, x, 0, n, q_size, hidden);
+        rms_norm(x, d->residual, l->post_attention_norm, d->eps, x, n, hidden);
+        linear(x, &l->gate_up.weight, l->gate_up.bias, d->gate_up, 0, n, hidden, 2 * intermediate);
+        silu_and_mul(d->gate_up, d->activated, n, intermediate);
+        linear(d->activated, &l->down.weight, l->down.bias, x, 0, n, intermediate, hidden);
+        rms_norm(x, d->residual, next_norm, d->eps, x, n, hidden);
+    }
+}

@@ -1,0 +1,151 @@
+"""Norm of queries and keys, rotary position embedding and the write to the KV cache: one launch."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tritium.kernels.metadata import QUANTISED_MAX, SMALLEST_MAX, KVCache
+
+
+@triton.jit
+def _rope_and_cache(
+    qkv_ptr,  # [num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, 2 * HALF]
+    cos_ptr,  # [num_tokens, HALF] float32
+    sin_ptr,  # [num_tokens, HALF] float32
+    cached_ptr,  # [2, num_slots, NUM_KV_HEADS, 2 * HALF]
+    scales_ptr,  # [2, num_slots, NUM_KV_HEADS] float32; None: not quantised
+    slot_mapping_ptr,  # [num_tokens] int64
+    q_norm_ptr,  # [2 * HALF]; None: no norm
+    k_norm_ptr,  # the same
+    eps,
+    num_slots,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,  # head_dim // 2
+    QUANTISED_MAX: tl.constexpr,
+    SMALLEST_MAX: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for q and k (RoFormer; Su et al., 2021).
+
+    x1 and x2 are the halves of a head, as Llama pairs them; before it, where asked for,
+    x -> x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich, 2019). One program takes BLOCK_H
+    of a token's heads. Queries go back to where they were, keys and values to the token's slot.
+    """
+    NUM_ALL: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]  # [BLOCK_H, 1]
+    dim = tl.arange(0, BLOCK_D)[None, :]  # [1, BLOCK_D]
+    in_half = dim < HALF
+    in_token = (head < NUM_ALL) & in_half  # [BLOCK_H, BLOCK_D]
+    is_query = head < NUM_HEADS  # [BLOCK_H, 1]
+    is_value = head >= NUM_HEADS + NUM_KV_HEADS
+
+    qkv_ptrs = qkv_ptr + (token * NUM_ALL + head) * (2 * HALF) + dim  # [BLOCK_H, BLOCK_D]
+    x1 = tl.load(qkv_ptrs, mask=in_token, other=0.0).to(tl.float32)
+    x2 = tl.load(qkv_ptrs + HALF, mask=in_token, other=0.0).to(tl.float32)
+
+    # -- norm --
+    if q_norm_ptr is not None:
+        square_sum = tl.sum(x1 * x1 + x2 * x2, 1)[:, None]  # [BLOCK_H, 1]
+        scale = tl.where(is_value, 1.0, tl.rsqrt(square_sum / (2 * HALF) + eps))
+        x1 *= scale * _weight(q_norm_ptr + dim, k_norm_ptr + dim, in_half, is_query, is_value)
+        q_norm_ptrs, k_norm_ptrs = q_norm_ptr + HALF + dim, k_norm_ptr + HALF + dim
+        x2 *= scale * _weight(q_norm_ptrs, k_norm_ptrs, in_half, is_query, is_value)
+
+    # -- rotate --
+    cos = tl.load(cos_ptr + token * HALF + dim, mask=in_half)  # [1, BLOCK_D]
+    sin = tl.load(sin_ptr + token * HALF + dim, mask=in_half)
+    cos = tl.where(is_value, 1.0, cos)  # [BLOCK_H, BLOCK_D]
+    sin = tl.where(is_value, 0.0, sin)
+    y1 = x1 * cos - x2 * sin
+    y2 = x2 * cos + x1 * sin
+
+    # -- store queries --
+    tl.store(qkv_ptrs, y1.to(qkv_ptr.dtype.element_ty), mask=is_query & in_half)
+    tl.store(qkv_ptrs + HALF, y2.to(qkv_ptr.dtype.element_ty), mask=is_query & in_half)
+
+    # -- store keys and values --
+    slot = tl.load(slot_mapping_ptr + token)
+    which = (head - NUM_HEADS) // NUM_KV_HEADS  # 0: a key, 1: a value
+    row = which * num_slots + slot
+    row = row * NUM_KV_HEADS + (head - NUM_HEADS) % NUM_KV_HEADS  # [BLOCK_H, 1] int64
+    is_cached = (head >= NUM_HEADS) & (head < NUM_ALL) & (slot >= 0)
+    if scales_ptr is not None:
+        largest = tl.max(tl.maximum(tl.abs(y1), tl.abs(y2)), 1)[:, None]  # [BLOCK_H, 1]
+        scale = tl.maximum(largest, SMALLEST_MAX) / QUANTISED_MAX
+        tl.store(scales_ptr + row, scale, mask=is_cached)
+        y1 /= scale
+        y2 /= scale
+        if cached_ptr.dtype.element_ty == tl.int8:  # whose conversion doesn't round, but cuts off
+            y1 = tl.floor(y1 + 0.5)
+            y2 = tl.floor(y2 + 0.5)
+    cached_ptrs = cached_ptr + row * (2 * HALF) + dim  # [BLOCK_H, BLOCK_D]
+    tl.store(cached_ptrs, y1.to(cached_ptr.dtype.element_ty), mask=is_cached & in_half)
+    tl.store(cached_ptrs + HALF, y2.to(cached_ptr.dtype.element_ty), mask=is_cached & in_half)
+
+
+@triton.jit
+def _weight(
+    q_norm_ptrs,  # [1, BLOCK_D], as k_norm_ptrs
+    k_norm_ptrs,
+    in_half,  # [1, BLOCK_D]
+    is_query,  # [BLOCK_H, 1]
+    is_value,  # [BLOCK_H, 1]
+):
+    """The norm's weight of each head, 1 for values: [BLOCK_H, BLOCK_D] float32."""
+    of_queries = tl.load(q_norm_ptrs, mask=in_half, other=0.0).to(tl.float32)
+    of_keys = tl.load(k_norm_ptrs, mask=in_half, other=0.0).to(tl.float32)
+    return tl.where(is_value, 1.0, tl.where(is_query, of_queries, of_keys))
+
+
+def rope_and_cache(
+    qkv: Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+    cos: Tensor,  # [num_tokens, head_dim // 2] float32
+    sin: Tensor,  # [num_tokens, head_dim // 2] float32
+    kv_cache: KVCache,
+    slot_mapping: Tensor,  # [num_tokens] int64
+    qk_norm: tuple[Tensor, Tensor, float] | None = None,
+) -> Tensor:
+    """See `kernels.rope_and_cache`. The queries are rotated in place."""
+    num_tokens, num_all, head_dim = qkv.shape
+    _, num_blocks, block_size, num_kv_heads, _ = kv_cache.data.shape
+    num_heads = num_all - 2 * num_kv_heads
+    half = head_dim // 2
+    q_norm, k_norm, eps = qk_norm or (None, None, 0.0)
+    norms = [norm for norm in (q_norm, k_norm) if norm is not None]
+
+    kv_cache.check(qkv)
+    assert num_heads > 0 and head_dim % 16 == 0
+    assert cos.shape == sin.shape == (num_tokens, half)
+    assert slot_mapping.shape == (num_tokens,) and slot_mapping.dtype == torch.int64
+    assert cos.dtype == sin.dtype == torch.float32
+    assert all(norm.shape == (head_dim,) and norm.dtype == qkv.dtype for norm in norms)
+    assert all(t.is_contiguous() for t in (qkv, cos, sin, slot_mapping, *norms))
+    assert all(t.device == qkv.device for t in (cos, sin, slot_mapping, *norms))
+
+    block_h, block_d = 16, triton.next_power_of_2(half)
+    grid = (num_tokens, triton.cdiv(num_all, block_h))
+    _rope_and_cache[grid](
+        qkv,
+        cos,
+        sin,
+        kv_cache.data,
+        kv_cache.scales,
+        slot_mapping,
+        q_norm,
+        k_norm,
+        eps,
+        num_blocks * block_size,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=half,
+        QUANTISED_MAX=QUANTISED_MAX.get(kv_cache.data.dtype),
+        SMALLEST_MAX=SMALLEST_MAX,
+        BLOCK_H=block_h,
+        BLOCK_D=block_d,
+        num_warps=max(1, block_h * block_d // 256),  # eight elements a thread: 16-byte loads
+    )
+    return qkv[:, :num_heads]

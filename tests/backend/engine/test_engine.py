@@ -1,0 +1,760 @@
+"""The engine over a fake runner: places, endings, failures, its thread."""
+
+import gc
+import pickle
+import sys
+import threading
+import time
+from itertools import count
+
+import pytest
+
+from tests.helpers import Collector, CountingRunner, make_config, make_request
+from tritium.backend.config import SpeculativeConfig
+from tritium.backend.engine.engine import Engine
+from tritium.backend.engine.sequence import (
+    Deadline,
+    EngineOutput,
+    FinishReason,
+    Milestone,
+    RequestClass,
+    SampledToken,
+    TokenLogprobs,
+)
+from tritium.backend.engine.usage import BusyTime
+from tritium.backend.errors import InvalidArgument, OutOfMemory, Unavailable
+from tritium.loadtests.harness import until
+
+CANCELLED, ERROR, LENGTH, SHUTDOWN = (
+    FinishReason.CANCELLED,
+    FinishReason.ERROR,
+    FinishReason.LENGTH,
+    FinishReason.SHUTDOWN,
+)
+FOREVER = 10_000  # tokens
+
+
+class FailingRunner(CountingRunner):
+    """Fails in the steps of these numbers, the first is 1."""
+
+    def __init__(self, *failing_steps: int) -> None:
+        super().__init__()
+        self.failing_steps = failing_steps
+        self.num_steps = 0
+
+    def launch(self, batch):
+        self.num_steps += 1
+        if self.num_steps in self.failing_steps:
+            raise RuntimeError("boom")
+        return super().launch(batch)
+
+
+def make_engine(runner=None, **changes) -> tuple[Engine, Collector]:
+    collector = Collector()
+    busy_time = BusyTime(clock=count().__next__)  # the same sums in each run
+    config = make_config(**changes)
+    return Engine(config, runner or CountingRunner(), collector, busy_time), collector
+
+
+def submit(engine, request_id=0, max_tokens=3, prompt=(1, 2, 3), **fields):
+    request = make_request(prompt, max_tokens, request_id, **fields)
+    engine.reserve(1, request.request_class)
+    engine.submit(request)
+
+
+def step_until_idle(engine, collector, num_requests):
+    while len(collector.reasons) < num_requests:
+        engine.step()
+        engine.check_integrity()
+
+
+def assert_idle(engine):
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+    assert engine.admission.num_places == 0
+    engine.admission.check_integrity()
+
+
+# -- what a step costs the host --
+
+
+def calls_of(engine: Engine) -> int:
+    """How many functions a step calls; unlike seconds, the same on any machine."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    gc.disable()  # it calls whoever asked for that
+    sys.setprofile(count)
+    try:
+        engine.step()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return calls
+
+
+def test_a_step_costs_the_same_however_many_wait():
+    def decoding(num_waiting: int) -> Engine:
+        engine, _ = make_engine(max_num_seqs=4, max_queue_size=num_waiting)
+        for i in range(4 + num_waiting):
+            submit(engine, i, max_tokens=20)
+        for _ in range(4):
+            engine.step()
+        return engine
+
+    assert calls_of(decoding(5000)) == calls_of(decoding(10))
+
+
+def test_a_step_costs_in_proportion_to_the_sequences():
+    def calls(num_seqs: int) -> int:
+        engine, _ = make_engine(
+            CountingRunner(num_blocks=1024), max_num_seqs=num_seqs, max_num_batched_tokens=1024
+        )
+        for i in range(num_seqs):
+            submit(engine, i, max_tokens=20)
+        for _ in range(2):
+            engine.step()
+        return calls_of(engine)
+
+    few, twice, four_times = calls(32), calls(64), calls(128)
+    assert (four_times - twice) / (twice - few) == pytest.approx(2, rel=0.05)
+
+
+# -- places --
+
+
+def test_a_full_queue_refuses_and_says_which_limit():
+    engine, _ = make_engine(max_num_seqs=2, max_queue_size=1)
+    for _ in range(3):
+        engine.reserve()
+    with pytest.raises(Unavailable) as refused:
+        engine.reserve()
+    assert str(refused.value) == (
+        "queue_full: 3 interactive requests are running or waiting "
+        "(max_num_seqs 2 + max_queue_size 1); try again later"
+    )
+    assert refused.value.code == "UNAVAILABLE"
+
+
+def test_a_released_place_can_be_taken():
+    engine, _ = make_engine(max_num_seqs=1, max_queue_size=0)
+    engine.reserve()
+    engine.release()
+    engine.reserve()
+
+
+@pytest.mark.parametrize("ending", ["length", "abort"])
+def test_a_request_that_ends_gives_its_place_back(ending):
+    engine, collector = make_engine(max_num_seqs=1, max_queue_size=0)
+    submit(engine)
+    with pytest.raises(Unavailable):
+        engine.reserve()
+    if ending == "abort":
+        engine.abort(0)
+    step_until_idle(engine, collector, 1)
+    engine.reserve()
+
+
+def test_a_reserved_place_counts_as_waiting():
+    engine, _ = make_engine()
+    engine.reserve()
+    assert engine.stats().num_waiting == 1
+
+
+def test_tokens_that_wait_are_counted_until_they_run():
+    engine, collector = make_engine(max_num_seqs=1, max_queue_tokens=5)
+    submit(engine, 0)
+    submit(engine, 1)
+    with pytest.raises(Unavailable, match="6 prompt tokens") as refused:
+        engine.reserve()
+    assert refused.value.reason == "queue_tokens"
+    engine.step()
+    engine.reserve()
+    engine.release()
+    step_until_idle(engine, collector, 2)
+    assert_idle(engine)
+
+
+def test_who_is_late_leaves_the_queue_before_a_step_is_spent_on_it():
+    engine, _ = make_engine(max_num_seqs=1)
+    late = Deadline(time.perf_counter() - 1, Milestone.ADMISSION, "too late")
+    submit(engine, 0, deadlines=(late,))
+    [output] = engine.step()
+    assert (output.finish_reason, output.error) == (FinishReason.EXPIRED, "too late")
+    assert engine.stats().num_computed_tokens == 0
+    assert_idle(engine)
+
+
+def test_offline_places_are_not_interactive_ones():
+    engine, collector = make_engine(max_num_seqs=1, max_queue_size=0)
+    submit(engine, 0, request_class=RequestClass.OFFLINE)
+    submit(engine, 1)
+    for request_class in RequestClass:
+        with pytest.raises(Unavailable, match=request_class.name.lower()):
+            engine.reserve(1, request_class)
+    step_until_idle(engine, collector, 2)
+    assert_idle(engine)
+
+
+# -- overlapping steps --
+
+
+class LoggingRunner(CountingRunner):
+    """Notes when steps are launched and read."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        self.log: list[str] = []
+
+    def launch(self, batch):
+        number = sum(entry.startswith("launch") for entry in self.log)
+        self.log.append(f"launch {number}")
+        read = super().launch(batch)
+
+        def logged():
+            self.log.append(f"read {number}")
+            return read()
+
+        return logged
+
+
+def test_a_step_is_launched_before_the_one_before_it_is_read():
+    runner = LoggingRunner(overlaps=True)
+    engine, collector = make_engine(runner)
+    submit(engine, max_tokens=3)
+    step_until_idle(engine, collector, 1)
+    assert runner.log == ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "read 2"]
+    assert collector.token_ids(0) == [3, 4, 5]
+    assert collector.reasons == {0: [LENGTH]}
+
+
+def test_without_overlap_each_step_is_read_at_once():
+    runner = LoggingRunner()
+    engine, collector = make_engine(runner)
+    submit(engine, max_tokens=2)
+    step_until_idle(engine, collector, 1)
+    assert runner.log == ["launch 0", "read 0", "launch 1", "read 1"]
+
+
+def test_whoever_needs_the_history_is_sampled_with_all_of_it():
+    runner = LoggingRunner(overlaps=True)
+    engine, collector = make_engine(runner)
+    submit(engine, max_tokens=3, presence_penalty=0.5)
+    step_until_idle(engine, collector, 1)
+    assert runner.log == ["launch 0", "read 0", "launch 1", "read 1", "launch 2", "read 2"]
+
+
+def test_a_stop_token_that_is_read_late_ends_the_answer_where_it_stands():
+    engine, collector = make_engine(CountingRunner(overlaps=True))
+    submit(engine, max_tokens=8, stop_token_ids=frozenset([4]))
+    step_until_idle(engine, collector, 1)
+    assert collector.token_ids(0) == [3, 4]
+    assert collector.reasons == {0: [FinishReason.STOP]}
+    engine.step()  # reads the step that was launched too much
+    assert engine.stats().num_used_blocks == 0
+
+
+def test_a_failing_launch_ends_whom_it_had_and_the_step_before_is_read(start):
+    runner = FailingRunner(2)
+    runner.overlaps = True
+    engine, collector = start(runner)
+    submit(engine, request_id=0)
+    collector.wait_until_finished(0)
+    assert collector.reasons == {0: [ERROR]}
+    submit(engine, request_id=1, max_tokens=3)
+    collector.wait_until_finished(1)
+    assert collector.token_ids(1) == [3, 4, 5]
+    engine.scheduler.check_integrity()
+
+
+# -- drafts --
+
+
+class RepeatingRunner(LoggingRunner):
+    """Goes on in a loop that breaks at each eleventh token, so some drafts are wrong."""
+
+    def token_at(self, position):
+        return position if position % 11 == 0 else position % 3
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_drafts_change_the_number_of_steps_and_nothing_else(overlaps):
+    def run(**changes):
+        runner = RepeatingRunner(num_blocks=24, overlaps=overlaps)
+        engine, collector = make_engine(runner, prefix_cache="on", **changes)
+        for number in range(6):
+            fields = {} if number % 3 else {"stop_token_ids": frozenset([22 + 11 * number])}
+            prompt = [runner.token_at(i) for i in range(5 + number)]
+            submit(engine, number, 20 + number, prompt, speculative=number != 5, **fields)
+        step_until_idle(engine, collector, 6)
+        assert_idle(engine)
+        answers = [collector.token_ids(number) for number in range(6)]
+        return answers, collector.reasons, engine.stats()
+
+    answers, reasons, stats = run()
+    drafted_answers, drafted_reasons, drafted_stats = run(speculative_config=SpeculativeConfig())
+    assert (drafted_answers, drafted_reasons) == (answers, reasons)
+    assert stats.num_draft_tokens == stats.num_accepted_tokens == 0
+    assert 20 < drafted_stats.num_accepted_tokens < drafted_stats.num_draft_tokens
+    assert drafted_stats.num_steps < stats.num_steps
+
+
+def test_only_a_step_whose_tokens_a_draft_may_follow_is_read_at_once():
+    runner = LoggingRunner(overlaps=True)  # tokens that never repeat: drafts can't be made
+    engine, collector = make_engine(runner, speculative_config=SpeculativeConfig())
+    submit(engine, 0, max_tokens=2)
+    step_until_idle(engine, collector, 1)
+    assert runner.log == ["launch 0", "launch 1", "read 0", "read 1"]
+    runner.log.clear()
+    submit(engine, 1, max_tokens=2, speculative=True)
+    step_until_idle(engine, collector, 2)
+    assert runner.log == ["launch 0", "read 0", "launch 1", "read 1"]
+
+
+# -- submit --
+
+
+def test_what_can_never_fit_is_refused_on_arrival():
+    engine, _ = make_engine(CountingRunner(num_blocks=5))  # 20 tokens
+    with pytest.raises(InvalidArgument) as refused:
+        engine.submit(make_request(range(14), max_tokens=8))
+    assert str(refused.value) == (
+        "kv_never_fits: the request can never fit in the KV cache: prompt (14 tokens) and "
+        "max_tokens (8) together need 21 tokens, the cache holds 20"
+    )
+
+
+def test_what_just_fits_is_served():
+    engine, collector = make_engine(CountingRunner(num_blocks=5))
+    submit(engine, prompt=range(14), max_tokens=7)
+    step_until_idle(engine, collector, 1)
+    assert collector.token_ids(0) == [14, 15, 16, 17, 18, 19, 20]
+    assert collector.reasons == {0: [LENGTH]}
+
+
+def test_outputs_come_step_by_step():
+    engine, collector = make_engine()
+    submit(engine, max_tokens=2)
+    assert [o.tokens for o in engine.step()] == [[SampledToken(3, None)]]
+    assert [o.finish_reason for o in engine.step()] == [LENGTH]
+    assert engine.step() == []
+    assert collector.token_ids(0) == [3, 4]
+
+
+def test_an_idle_engine_does_not_run_the_model():
+    engine, collector = make_engine(FailingRunner(1))
+    assert engine.step() == []
+    assert engine.stats().num_steps == 0
+    assert collector.outputs == []
+
+
+def test_stats_tell_what_is_there_and_what_was_done():
+    engine, collector = make_engine(CountingRunner(num_blocks=9), max_num_seqs=2)
+    for i in range(3):
+        submit(engine, i, max_tokens=2, prompt=range(5))
+    engine.step()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (2, 1)
+    assert (stats.num_blocks, stats.num_used_blocks) == (9, 4)
+    assert (stats.num_steps, stats.num_computed_tokens) == (1, 10)
+    step_until_idle(engine, collector, 3)
+    assert_idle(engine)
+    assert engine.stats().num_computed_tokens == 18  # 3 x (5 + 1)
+
+
+# -- abort --
+
+
+def test_abort_of_a_running_request():
+    engine, collector = make_engine()
+    submit(engine, 0, max_tokens=50)
+    submit(engine, 1)
+    engine.step()
+    engine.abort(0)
+    step_until_idle(engine, collector, 2)
+    assert collector.reasons == {0: [CANCELLED], 1: [LENGTH]}
+    assert collector.token_ids(0) == [3]
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_an_output_is_handed_out_once(overlaps):
+    """However late it is looked at: those of a step don't join what was handed out before."""
+    handed_out: list[list[EngineOutput]] = []
+    engine = Engine(make_config(), CountingRunner(overlaps=overlaps), handed_out.append)
+    for number in range(3):
+        submit(engine, number, max_tokens=8)
+    engine.step()
+    engine.abort(1)
+    engine.step()
+    submit(engine, 3, max_tokens=8, bad_words=((1, 2),))  # can't be overlapped
+    for _ in range(12):
+        engine.step()
+    outputs = [output for handed in handed_out for output in handed]
+    for number in (0, 2, 3):
+        tokens = [
+            t.token_id for output in outputs for t in output.tokens if output.request_id == number
+        ]
+        assert tokens == list(range(3, 11))
+
+
+def test_abort_of_a_queued_request():
+    engine, collector = make_engine(max_num_seqs=1)
+    submit(engine, 0, max_tokens=4)
+    submit(engine, 1)
+    engine.step()
+    engine.abort(1)
+    [aborted, _] = engine.step()
+    assert (aborted.request_id, aborted.tokens, aborted.finish_reason) == (1, [], CANCELLED)
+    step_until_idle(engine, collector, 2)
+    assert collector.reasons == {0: [LENGTH], 1: [CANCELLED]}
+
+
+def test_abort_before_the_first_step():
+    engine, collector = make_engine()
+    submit(engine)
+    engine.abort(0)
+    assert [output.finish_reason for output in engine.step()] == [CANCELLED]
+    assert collector.reasons == {0: [CANCELLED]}
+    assert engine.stats().num_steps == 0
+    assert_idle(engine)
+
+
+def test_abort_of_what_has_ended_or_never_was_does_nothing():
+    engine, collector = make_engine()
+    submit(engine)
+    step_until_idle(engine, collector, 1)
+    for request_id in (0, 0, 99):
+        engine.abort(request_id)
+    assert engine.step() == []
+    assert collector.reasons == {0: [LENGTH]}
+    assert_idle(engine)
+
+
+# -- the engine's thread --
+
+
+@pytest.fixture
+def start():
+    """Makes engines that run on their own thread, and stops them."""
+    engines = []
+
+    def start(runner=None, **changes):
+        engine, collector = make_engine(runner, **changes)
+        engines.append(engine)
+        engine.start()
+        return engine, collector
+
+    yield start
+    for engine in engines:
+        engine.stop(0)
+
+
+def test_the_thread_serves_what_comes(start):
+    engine, collector = start()
+    assert engine.is_alive()
+    for i in range(5):
+        submit(engine, i)
+    collector.wait_until_finished(*range(5))
+    assert collector.reasons == {i: [LENGTH] for i in range(5)}
+    assert collector.token_ids(4) == [3, 4, 5]
+    submit(engine, 5)  # after it was idle
+    collector.wait_until_finished(5)
+
+
+def test_a_step_that_fails_ends_the_running_requests_only(start):
+    engine, collector = make_engine(FailingRunner(1), max_num_seqs=2)
+    for i in range(4):
+        submit(engine, i)
+    engine.start()
+    collector.wait_until_finished(0, 1, 2, 3)
+    engine.stop(0)
+    assert collector.reasons == {0: [ERROR], 1: [ERROR], 2: [LENGTH], 3: [LENGTH]}
+    errors = {o.request_id: o.error for o in collector.outputs if o.error}
+    assert errors == {i: "the engine's step failed: boom" for i in (0, 1)}
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "reasons"),
+    [(1, {0: [LENGTH], 1: [ERROR]}), (5, {0: [ERROR], 1: [ERROR]})],
+    ids=["its last token is in the step before", "it goes on"],
+)
+def test_a_failing_launch_ends_its_own_and_gives_out_what_the_step_before_sampled(
+    max_tokens, reasons
+):
+    runner = FailingRunner(2)
+    runner.overlaps = True
+    engine, collector = make_engine(runner, max_num_batched_tokens=4)
+    submit(engine, 0, max_tokens, prompt=range(4))  # all of the first step
+    submit(engine, 1, prompt=range(3))
+    engine.start()
+    collector.wait_until_finished(0, 1)
+    engine.stop(0)
+    assert collector.reasons == reasons
+    assert collector.token_ids(0) == [4]
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_failing_read_ends_those_of_its_step_only(start, overlaps):
+    class Unreadable(CountingRunner):
+        def launch(self, batch):
+            read = super().launch(batch)
+            failing = any(s.sequence.request_id == 1 for s in batch)
+            return (lambda: 1 / 0) if failing else read
+
+    engine, collector = make_engine(
+        Unreadable(overlaps=overlaps), max_num_seqs=2, max_num_batched_tokens=4
+    )
+    submit(engine, 0, max_tokens=2)  # ends before request 1 comes in
+    submit(engine, 1, prompt=range(8))
+    submit(engine, 2, prompt=range(8))
+    engine.start()
+    collector.wait_until_finished(0, 1, 2)
+    engine.stop(0)
+    assert collector.reasons[1] == [ERROR]
+    assert collector.reasons[2] == [LENGTH]
+    assert collector.token_ids(2) == [8, 9, 10]
+    assert_idle(engine)
+
+
+def test_a_request_that_can_t_be_started_is_refused_and_nobody_else():
+    class Grammar:
+        def start(self):
+            raise ValueError("no such grammar")
+
+    engine, collector = make_engine()
+    with pytest.raises(ValueError, match="no such grammar"):
+        engine.submit(make_request(request_id=0), make_request(request_id=1, grammar=Grammar()))
+    submit(engine, 2)
+    step_until_idle(engine, collector, 1)
+    assert collector.reasons == {2: [LENGTH]}
+
+
+def test_three_failures_in_a_row_end_everything(start):
+    engine, collector = make_engine(FailingRunner(1, 2, 4, 5, 6), max_num_seqs=1)
+    for i in range(8):
+        submit(engine, i, max_tokens=1)
+    engine.start()
+    collector.wait_until_finished(*range(8))
+    ended = [*[ERROR] * 2, LENGTH, *[ERROR] * 3, *[SHUTDOWN] * 2]
+    assert collector.reasons == {i: [reason] for i, reason in enumerate(ended)}
+    engine._thread.join(5)
+    assert not engine.is_alive()
+    with pytest.raises(Unavailable, match=r"serves nothing any more: RuntimeError.*boom"):
+        engine.reserve()
+    assert_idle(engine)
+    engine.stop(0)
+
+
+# -- memory --
+
+
+class CrampedRunner(CountingRunner):
+    """Has memory for steps of so many tokens."""
+
+    max_tokens = 5
+
+    def launch(self, batch):
+        if sum(scheduled.num_new_tokens for scheduled in batch) > self.max_tokens:
+            raise OutOfMemory("a lot was asked for")
+        return super().launch(batch)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_step_without_memory_is_tried_in_smaller_ones(overlaps):
+    engine, collector = make_engine(
+        CrampedRunner(overlaps=overlaps), max_num_seqs=8, max_num_batched_tokens=32
+    )
+    for i in range(8):
+        submit(engine, i, max_tokens=6, prompt=range(1 + 3 * i))
+    step_until_idle(engine, collector, 8)
+    for i in range(8):
+        assert collector.token_ids(i) == list(range(1 + 3 * i, 7 + 3 * i))
+        assert collector.reasons[i] == [LENGTH]
+    assert engine.stats().num_preemptions == 0
+    assert_idle(engine)
+
+
+def test_steps_grow_again_where_memory_is_back():
+    runner = CrampedRunner(num_blocks=FOREVER)
+    engine, collector = make_engine(runner, max_num_batched_tokens=16)
+    submit(engine, 0, max_tokens=1000, prompt=range(16))
+    engine.step()
+    assert engine.scheduler.token_budget == 8
+    engine.step()
+    assert engine.scheduler.token_budget == 4
+    runner.max_tokens = 16
+    for num_steps, budget in ((99, 4), (1, 8), (99, 8), (1, 16), (200, 16)):
+        for _ in range(num_steps):
+            engine.step()
+        assert engine.scheduler.token_budget == budget
+    assert collector.token_ids(0) == list(range(16, 16 + 397))  # the prompt took 4 steps
+
+
+def test_a_step_of_one_token_without_memory_fails_its_sequence(start):
+    runner = CrampedRunner()
+    runner.max_tokens = 0
+    engine, collector = start(runner)
+    submit(engine, 0)
+    collector.wait_until_finished(0)
+    assert collector.reasons == {0: [ERROR]}
+    assert collector.outputs[0].error == "the engine's step failed: a lot was asked for"
+    runner.max_tokens = 16
+    submit(engine, 1)
+    collector.wait_until_finished(1)
+    assert collector.token_ids(1) == [3, 4, 5]
+
+
+# -- endings --
+
+
+def test_a_step_that_hangs_does_not_hold_up_the_end(monkeypatch):
+    monkeypatch.setattr("tritium.backend.engine.engine._STEP_SECONDS", 0.05)
+    gate = threading.Event()
+
+    class Hanging(CountingRunner):
+        def launch(self, batch):
+            gate.wait()
+            return super().launch(batch)
+
+    engine, collector = make_engine(Hanging())
+    submit(engine, 0)
+    engine.start()
+    until(lambda: not engine._inbox)
+    engine.stop(0)
+    assert collector.reasons == {0: [SHUTDOWN]}
+    gate.set()  # it comes back, and changes nothing
+    until(lambda: engine.stats().num_steps == 1)
+    assert collector.reasons == {0: [SHUTDOWN]}
+    assert_idle(engine)
+
+
+def test_the_loop_goes_on_after_many_failures(start):
+    engine, collector = start(FailingRunner(1, 2, 4))
+    for i in range(5):
+        submit(engine, i)
+        collector.wait_until_finished(i)
+    assert collector.reasons == {0: [ERROR], 1: [ERROR], 2: [ERROR], 3: [LENGTH], 4: [LENGTH]}
+    assert collector.token_ids(2) == [3]  # what it had before the step that failed
+    assert engine.is_alive()
+
+
+class DyingRunner(CountingRunner):
+    def launch(self, batch):
+        raise KeyboardInterrupt("dead")
+
+
+def test_a_loop_that_ends_fails_all_requests_at_once(start):
+    engine, collector = start(DyingRunner(), max_num_seqs=1)
+    for i in range(3):
+        submit(engine, request_id=i)
+    collector.wait_until_finished(0, 1, 2)
+    assert collector.reasons == {i: [SHUTDOWN] for i in range(3)}
+    engine._thread.join(5)
+    assert not engine.is_alive()
+    with pytest.raises(Unavailable, match="serves nothing any more: KeyboardInterrupt"):
+        engine.reserve()
+    assert all("serves nothing any more" in output.error for output in collector.outputs)
+    assert_idle(engine)
+
+
+def test_stop_lets_running_and_queued_requests_finish():
+    engine, collector = make_engine(CountingRunner(seconds=0.002), max_num_seqs=2)
+    engine.start()
+    for i in range(6):
+        submit(engine, i)
+    engine.stop(20)
+    assert collector.reasons == {i: [LENGTH] for i in range(6)}
+    assert not engine.is_alive()
+    assert_idle(engine)
+
+
+def test_stop_ends_what_does_not_finish_in_time():
+    runner = CountingRunner(num_blocks=FOREVER, seconds=0.001)
+    engine, collector = make_engine(runner, max_num_seqs=1)
+    engine.start()
+    for i in range(3):
+        submit(engine, i, max_tokens=FOREVER)
+    collector.wait_for_a_token(0)
+    started = time.monotonic()
+    engine.stop(0.05)
+    assert time.monotonic() - started < 5
+    assert collector.reasons == {i: [SHUTDOWN] for i in range(3)}
+    assert_idle(engine)
+
+
+def test_stop_of_an_engine_that_never_started_ends_what_it_has():
+    engine, collector = make_engine()
+    submit(engine, 0)
+    submit(engine, 1)
+    engine.abort(1)
+    engine.stop(10)
+    assert collector.reasons == {0: [SHUTDOWN], 1: [CANCELLED]}
+
+
+def test_a_stopping_engine_refuses_new_requests():
+    engine, _ = make_engine()
+    engine.start()
+    engine.stop(0)
+    with pytest.raises(Unavailable, match="the model is shutting down"):
+        engine.reserve()
+
+
+def test_a_request_that_is_submitted_after_stop_is_answered():
+    """It took its place before, and was tokenised meanwhile."""
+    engine, collector = make_engine()
+    engine.start()
+    engine.reserve()
+    engine.stop(0)
+    try:
+        engine.submit(make_request())
+    except Unavailable:
+        return
+    assert collector.reasons == {0: [SHUTDOWN]}
+
+
+def test_200_threads_submit_and_abort(start):
+    """Every second one is aborted, sooner or later; the pool is small, so some are preempted."""
+    runner = CountingRunner(num_blocks=12)
+    engine, collector = start(runner, max_num_seqs=8, prefix_cache="on", max_queue_size=500)
+    barrier = threading.Barrier(200)
+
+    def client(request_id):
+        barrier.wait()
+        submit(engine, request_id, max_tokens=20, prompt=range(1 + request_id % 9))
+        if request_id % 2:
+            time.sleep(request_id % 7 * 1e-3)
+            engine.abort(request_id)
+
+    clients = [threading.Thread(target=client, args=[i]) for i in range(200)]
+    for thread in clients:
+        thread.start()
+    for thread in clients:
+        thread.join()
+    collector.wait_until_finished(*range(200))
+
+    assert {i: len(reasons) for i, reasons in collector.reasons.items()} == dict.fromkeys(
+        range(200), 1
+    )
+    for i in range(200):
+        first = 1 + i % 9
+        token_ids = collector.token_ids(i)
+        assert token_ids == list(range(first, first + len(token_ids)))
+        if i % 2 == 0:
+            assert collector.reasons[i] == [LENGTH]
+            assert len(token_ids) == 20
+    engine.stop(5)
+    assert_idle(engine)
+    assert engine.stats().num_preemptions > 0
+    engine.scheduler.check_integrity()
+
+
+def test_what_crosses_to_the_front_is_plain_data():
+    tokens = [SampledToken(5, TokenLogprobs(-0.5, 1, [(5, -0.5)]))]
+    for data in (make_request(seed=7), EngineOutput(0, tokens, LENGTH)):
+        assert pickle.loads(pickle.dumps(data)) == data

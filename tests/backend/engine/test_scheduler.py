@@ -1,0 +1,944 @@
+"""The scheduler on literal batches: (request id, new tokens). Blocks of 4 tokens."""
+
+from unittest.mock import ANY
+
+import pytest
+
+from tests.helpers import make_sequence
+from tritium.backend.config import RepetitionDetection, SpeculativeConfig
+from tritium.backend.engine.block_manager import BlockManager
+from tritium.backend.engine.repetition import ends_in_loop
+from tritium.backend.engine.scheduler import Policy, ScheduledSequence, Scheduler
+from tritium.backend.engine.sequence import (
+    Deadline,
+    FinishReason,
+    Milestone,
+    RequestClass,
+    SampledToken,
+    SequenceStatus,
+)
+
+CONTENT = 7  # the token that every step samples, unless a test says otherwise
+
+
+def make_scheduler(
+    num_blocks=100,
+    block_size=4,
+    max_num_seqs=4,
+    max_num_batched_tokens=16,
+    prefix_cache=False,
+    speculative=None,
+    policy=None,
+    clock=lambda: 1.0,
+) -> Scheduler:
+    manager = BlockManager(num_blocks, block_size, prefix_cache)
+    return Scheduler(
+        manager, max_num_seqs, max_num_batched_tokens, speculative, policy, clock=clock
+    )
+
+
+def add(scheduler, *sequences):
+    for sequence in sequences:
+        scheduler.add(sequence)
+
+
+def step(scheduler, token_id=CONTENT):
+    """One step: (what it computed, its outputs)."""
+    batch = scheduler.schedule()
+    planned = [(s.sequence.request_id, s.num_new_tokens) for s in batch]
+    sampled = [SampledToken(token_id, None)] * sum(s.num_samples for s in batch)
+    scheduler.advance(batch)
+    outputs = scheduler.update(batch, sampled)
+    scheduler.check_integrity()
+    return planned, outputs
+
+
+def plans(scheduler, num_steps):
+    return [step(scheduler)[0] for _ in range(num_steps)]
+
+
+def ids(sequences):
+    return [sequence.request_id for sequence in sequences]
+
+
+# -- the token budget --
+
+
+def test_a_long_prompt_is_computed_in_chunks_then_decoded():
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    add(scheduler, make_sequence(range(10)))
+    assert plans(scheduler, 5) == [[(0, 4)], [(0, 4)], [(0, 2)], [(0, 1)], [(0, 1)]]
+
+
+def test_only_the_chunk_that_reaches_the_last_token_yields_one():
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    add(scheduler, make_sequence(range(6)))
+    assert step(scheduler) == ([(0, 4)], [])
+    planned, [output] = step(scheduler)
+    assert planned == [(0, 2)]
+    assert (output.request_id, output.tokens) == (0, [SampledToken(CONTENT, None)])
+    assert output.finish_reason is None
+
+
+def test_prefill_fills_what_the_decodes_leave_of_the_budget():
+    scheduler = make_scheduler(max_num_batched_tokens=5)
+    add(scheduler, make_sequence(range(2), request_id=0), make_sequence(range(2), request_id=1))
+    assert plans(scheduler, 1) == [[(0, 2), (1, 2)]]
+    add(scheduler, make_sequence(range(9), request_id=2), make_sequence(range(9), request_id=3))
+    assert plans(scheduler, 5) == [
+        [(0, 1), (1, 1), (2, 3)],
+        [(0, 1), (1, 1), (2, 3)],
+        [(0, 1), (1, 1), (2, 3)],
+        [(0, 1), (1, 1), (2, 1), (3, 2)],
+        [(0, 1), (1, 1), (2, 1), (3, 2)],
+    ]
+
+
+def test_a_started_prompt_goes_before_a_waiting_one():
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    add(scheduler, make_sequence(range(6), request_id=0), make_sequence(range(6), request_id=1))
+    assert plans(scheduler, 3) == [[(0, 4)], [(0, 2), (1, 2)], [(0, 1), (1, 3)]]
+
+
+def test_decodes_stand_first_in_the_batch():
+    scheduler = make_scheduler()
+    add(
+        scheduler,
+        make_sequence(range(5), request_id=0),
+        make_sequence(range(1), request_id=1),
+        make_sequence(range(3), request_id=2),
+        make_sequence(range(1), request_id=3),
+    )
+    assert plans(scheduler, 1) == [[(1, 1), (3, 1), (0, 5), (2, 3)]]
+
+
+def test_each_token_goes_to_its_own_sequence():
+    scheduler = make_scheduler()
+    add(scheduler, make_sequence(range(5), request_id=0), make_sequence(range(1), request_id=1))
+    batch = scheduler.schedule()
+    scheduler.advance(batch)
+    outputs = scheduler.update(batch, [SampledToken(10, None), SampledToken(20, None)])
+    assert {o.request_id: o.tokens[0].token_id for o in outputs} == {1: 10, 0: 20}
+    assert [s.token_ids[-1] for s in scheduler.running] == [20, 10]
+
+
+def test_the_budget_must_let_every_running_sequence_move():
+    with pytest.raises(AssertionError):
+        make_scheduler(max_num_seqs=5, max_num_batched_tokens=4)
+
+
+# -- admission --
+
+
+def test_no_more_than_max_num_seqs_run():
+    scheduler = make_scheduler(max_num_seqs=2)
+    add(scheduler, *(make_sequence([1, 2], request_id=i) for i in range(3)))
+    assert plans(scheduler, 2) == [[(0, 2), (1, 2)], [(0, 1), (1, 1)]]
+    assert ids(scheduler.waiting) == [2]
+
+
+def test_a_finished_sequence_s_place_is_filled_in_the_next_step():
+    scheduler = make_scheduler(max_num_seqs=2)
+    add(
+        scheduler,
+        make_sequence([1, 2], max_tokens=1, request_id=0),
+        make_sequence([1, 2], request_id=1),
+        make_sequence([1, 2, 3], request_id=2),
+    )
+    assert plans(scheduler, 2) == [[(0, 2), (1, 2)], [(1, 1), (2, 3)]]
+
+
+def test_first_come_first_served():
+    scheduler = make_scheduler(max_num_seqs=1)
+    add(scheduler, *(make_sequence([1], max_tokens=1, request_id=i) for i in (5, 3, 9)))
+    assert plans(scheduler, 3) == [[(5, 1)], [(3, 1)], [(9, 1)]]
+
+
+def test_who_fits_need_not_wait_behind_one_that_does_not():
+    scheduler = make_scheduler(num_blocks=4)
+    add(
+        scheduler,
+        make_sequence(range(5), max_tokens=2, request_id=0),  # 2 blocks
+        make_sequence(range(12), request_id=1),  # 3 blocks
+        make_sequence(range(1), request_id=2),
+    )
+    assert plans(scheduler, 3) == [[(2, 1), (0, 5)], [(0, 1), (2, 1)], [(2, 1), (1, 12)]]
+
+
+def test_one_that_does_not_fit_is_bypassed_only_so_often():
+    scheduler = make_scheduler(num_blocks=4, policy=Policy(max_bypasses=2))
+    large = make_sequence(range(16), max_tokens=1, request_id=1)  # all 4 blocks
+    add(scheduler, make_sequence(range(5), max_tokens=5, request_id=0), large)
+    add(scheduler, *(make_sequence([1], max_tokens=1, request_id=i) for i in range(2, 6)))
+    assert plans(scheduler, 2) == [[(2, 1), (3, 1), (0, 5)], [(0, 1)]]
+    assert large.num_bypasses == 2
+    assert plans(scheduler, 5) == [[(0, 1)], [(0, 1)], [(0, 1)], [(1, 16)], [(4, 1), (5, 1)]]
+
+
+def test_without_bypasses_the_head_of_the_queue_is_waited_for():
+    scheduler = make_scheduler(num_blocks=4, policy=Policy(max_bypasses=0))
+    add(
+        scheduler,
+        make_sequence(range(5), max_tokens=2, request_id=0),  # 2 blocks
+        make_sequence(range(12), request_id=1),  # 3 blocks
+        make_sequence(range(1), request_id=2),
+    )
+    assert plans(scheduler, 3) == [[(0, 5)], [(0, 1)], [(2, 1), (1, 12)]]
+
+
+def test_admission_leaves_blocks_for_those_that_run():
+    scheduler = make_scheduler(
+        num_blocks=6, max_num_batched_tokens=32, policy=Policy(reserve_blocks_per_seq=1)
+    )
+    add(scheduler, *(make_sequence(range(8), max_tokens=9, request_id=i) for i in range(3)))
+    assert plans(scheduler, 1) == [[(0, 8), (1, 8)]]  # the third needs 2 of 2 free blocks
+    scheduler.end(1, FinishReason.CANCELLED)
+    assert plans(scheduler, 1) == [[(0, 1), (2, 8)]]  # 3 blocks were free for 2 and 1
+
+
+def test_the_reserve_does_not_keep_anybody_from_running_alone():
+    scheduler = make_scheduler(num_blocks=4, policy=Policy(reserve_blocks_per_seq=3))
+    add(scheduler, *(make_sequence(range(16), max_tokens=1, request_id=i) for i in range(2)))
+    assert plans(scheduler, 2) == [[(0, 16)], [(1, 16)]]
+
+
+def test_a_prompt_is_admitted_only_when_all_of_it_fits():
+    scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=8)
+    add(scheduler, make_sequence(range(5), request_id=0), make_sequence(range(12), request_id=1))
+    assert plans(scheduler, 2) == [[(0, 5)], [(0, 1)]]  # 2 blocks free, its chunk needs no more
+
+
+# -- preemption --
+
+
+def preempting(prefix_cache=False):
+    """The first sequence's ninth token needs a fifth block of four: it takes the second's."""
+    scheduler = make_scheduler(
+        num_blocks=4, prefix_cache=prefix_cache, policy=Policy(max_bypasses=0)
+    )
+    first = make_sequence(range(8), max_tokens=4, request_id=0)
+    second = make_sequence(range(20, 28), max_tokens=4, request_id=1)
+    third = make_sequence([9], max_tokens=4, request_id=2)
+    add(scheduler, first, second)
+    assert plans(scheduler, 1) == [[(0, 8), (1, 8)]]
+    add(scheduler, third)
+    return scheduler, first, second
+
+
+def test_the_latest_running_sequence_is_the_victim():
+    scheduler, first, second = preempting()
+    assert plans(scheduler, 1) == [[(0, 1)]]
+    assert first.block_table == [0, 1, 2]
+    assert (second.block_table, second.num_computed_tokens) == ([], 0)
+    assert second.status is SequenceStatus.WAITING
+    assert (second.num_preemptions, scheduler.num_preemptions) == (1, 1)
+
+
+def test_the_victim_waits_at_the_head_and_nobody_is_admitted_in_that_step():
+    scheduler, _, _ = preempting()
+    assert plans(scheduler, 1) == [[(0, 1)]]  # though the third would fit
+    assert ids(scheduler.waiting) == [1, 2]
+
+
+def test_the_victim_is_computed_again_with_what_it_had_sampled():
+    scheduler, _, second = preempting()
+    assert plans(scheduler, 5) == [
+        [(0, 1)],
+        [(0, 1)],
+        [(0, 1)],
+        [(2, 1), (1, 9)],  # the first is done
+        [(1, 1), (2, 1)],
+    ]
+    assert second.token_ids == [*range(20, 28), CONTENT, CONTENT, CONTENT]
+
+
+def test_a_preempted_sequence_gets_each_token_once():
+    scheduler, _, _ = preempting()
+    tokens = {0: 1, 1: 1, 2: 0}
+    reasons = []
+    while scheduler.has_unfinished():
+        for output in step(scheduler)[1]:
+            tokens[output.request_id] += len(output.tokens)
+            reasons += [output.finish_reason] if output.finish_reason else []
+    assert tokens == {0: 4, 1: 4, 2: 4}
+    assert reasons == [FinishReason.LENGTH] * 3
+
+
+def test_a_preempted_sequence_hits_its_own_cached_prefix():
+    scheduler, first, second = preempting(prefix_cache=True)
+    assert plans(scheduler, 1) == [[(0, 1)]]
+    assert first.block_table == [0, 1, 3]  # the tail of the victim's two blocks
+    assert plans(scheduler, 3) == [[(0, 1)], [(0, 1)], [(2, 1), (1, 5)]]
+    assert second.block_table == [2, 3, 1]
+    assert second.num_computed_tokens == 9
+    assert second.num_cached_tokens == 0  # it found nothing of others when it came
+
+
+def test_the_last_sequence_preempts_itself():
+    scheduler = make_scheduler(num_blocks=4)
+    first, second = make_sequence(range(7), request_id=0), make_sequence(range(8), request_id=1)
+    add(scheduler, first, second)
+    assert plans(scheduler, 2) == [[(0, 7), (1, 8)], [(0, 1)]]
+    assert (ids(scheduler.running), ids(scheduler.waiting)) == ([0], [1])
+    assert (first.num_preemptions, second.num_preemptions) == (0, 1)
+
+
+def test_a_half_computed_prompt_is_preempted_for_a_decode():
+    scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=8)
+    first, second = make_sequence(range(7), request_id=0), make_sequence(range(8), request_id=1)
+    add(scheduler, first)
+    assert plans(scheduler, 1) == [[(0, 7)]]
+    add(scheduler, second)
+    assert plans(scheduler, 1) == [[(0, 1), (1, 7)]]
+    assert plans(scheduler, 1) == [[(0, 1)]]  # its ninth token
+    assert (second.num_computed_tokens, second.num_preemptions) == (0, 1)
+
+
+# -- promises --
+
+
+def capped(max_preemptions):
+    """Two sequences of 8 tokens in 4 blocks, of which each will want 3."""
+    scheduler = make_scheduler(num_blocks=4, policy=Policy(max_preemptions=max_preemptions))
+    first = make_sequence(range(8), max_tokens=4, request_id=0)
+    second = make_sequence(range(20, 28), max_tokens=4, request_id=1)
+    add(scheduler, first, second)
+    return scheduler, first, second
+
+
+def test_at_the_cap_a_sequence_waits_until_all_it_can_need_is_free():
+    scheduler, _, second = capped(max_preemptions=1)
+    assert plans(scheduler, 2) == [[(0, 8), (1, 8)], [(0, 1)]]
+    assert second.num_preemptions == 1
+    scheduler.end(0, FinishReason.CANCELLED)
+    third = make_sequence(range(40, 44), max_tokens=5, request_id=2)
+    add(scheduler, third)
+    assert plans(scheduler, 1) == [[(1, 9), (2, 4)]]
+    assert (second.num_promised_blocks, len(second.block_table)) == (3, 3)
+    assert plans(scheduler, 1) == [[(1, 1)]]  # the third, which comes later, gives way
+    assert (third.num_preemptions, second.num_preemptions) == (1, 1)
+
+
+def test_what_is_promised_nobody_else_gets():
+    scheduler, first, second = capped(max_preemptions=0)  # all run with promises only
+    assert plans(scheduler, 1) == [[(0, 8)]]
+    manager = scheduler.block_manager
+    assert (manager.num_free_blocks, manager.num_available_blocks) == (2, 1)
+    assert plans(scheduler, 4) == [[(0, 1)], [(0, 1)], [(0, 1)], [(1, 8)]]
+    assert (first.num_preemptions, second.num_preemptions) == (0, 0)
+    assert (manager.num_promises, manager.num_promised_blocks) == (1, 1)
+
+
+def test_who_has_no_promise_gives_way_though_it_came_first():
+    scheduler, first, second = capped(max_preemptions=1)
+    second.num_preemptions = 1
+    scheduler.end(1, FinishReason.CANCELLED)
+    late = make_sequence(range(20, 24), max_tokens=5, request_id=3)  # 2 blocks
+    late.num_preemptions = 1
+    add(scheduler, late)
+    assert plans(scheduler, 1) == [[(0, 8), (3, 4)]]
+    assert plans(scheduler, 1) == [[(3, 1)]]  # the first wants the block that is promised
+    assert (first.num_preemptions, late.num_preemptions) == (1, 1)
+
+
+def test_no_draft_takes_a_promised_block():
+    for max_tokens, num_draft_tokens in ((3, 4), (7, 0)):  # 3 or 4 of 7 blocks are promised
+        scheduler, _ = start_loop(num_blocks=7, policy=Policy(max_preemptions=1))
+        other = make_sequence(range(7), max_tokens=max_tokens, request_id=1)
+        other.num_preemptions = 1
+        add(scheduler, other)
+        batch = scheduler.schedule()
+        assert [s.num_new_tokens for s in batch] == [1 + num_draft_tokens, 7]
+        assert len(other.block_table) == 2
+
+
+# -- classes --
+
+OFFLINE = {"request_class": RequestClass.OFFLINE}
+
+
+def test_interactive_ones_go_first_then_priorities_then_arrival():
+    scheduler = make_scheduler(max_num_seqs=1)
+    for request_id, fields in enumerate(
+        [
+            dict(**OFFLINE, priority=-9),
+            dict(**OFFLINE, priority=-10),
+            dict(priority=3),
+            dict(),
+            dict(priority=3),
+        ]
+    ):
+        add(scheduler, make_sequence([1], 1, request_id, **fields))
+    assert plans(scheduler, 5) == [[(i, 1)] for i in (3, 2, 4, 1, 0)]
+
+
+def test_an_interactive_prompt_goes_before_an_offline_one_that_has_begun():
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    add(scheduler, make_sequence(range(20), request_id=0, **OFFLINE))
+    add(scheduler, make_sequence(range(2), request_id=1, **OFFLINE))
+    assert plans(scheduler, 1) == [[(0, 8)]]
+    add(scheduler, make_sequence(range(18), request_id=2))
+    assert plans(scheduler, 4) == [
+        [(0, 1), (2, 7)],  # who runs behind keeps moving
+        [(0, 1), (2, 7)],
+        [(2, 4), (0, 4)],
+        [(2, 1), (1, 1), (0, 6)],
+    ]
+
+
+def test_an_offline_sequence_gives_way_to_an_interactive_one_that_waits():
+    scheduler = make_scheduler(num_blocks=4, max_num_seqs=2)
+    offline = [make_sequence(range(5), request_id=i, **OFFLINE) for i in (0, 1)]
+    add(scheduler, *offline)
+    assert plans(scheduler, 1) == [[(0, 5), (1, 5)]]
+    add(scheduler, make_sequence([1, 2], 1, request_id=2))  # has no place
+    assert plans(scheduler, 1) == [[(0, 1), (2, 2)]]  # nor is the other admitted again
+    assert [s.num_preemptions for s in offline] == [0, 1]
+    assert plans(scheduler, 1) == [[(0, 1), (1, 6)]]
+    add(scheduler, make_sequence(range(8), 1, request_id=3))  # has no blocks
+    assert plans(scheduler, 1) == [[(0, 1), (3, 8)]]
+    assert [s.num_preemptions for s in offline] == [0, 2]
+
+
+def test_nobody_gives_way_to_one_that_would_not_fit_even_so():
+    scheduler = make_scheduler(num_blocks=4)
+    add(scheduler, make_sequence(range(6), 20, request_id=0))
+    add(scheduler, make_sequence(range(6), request_id=1, **OFFLINE))
+    assert plans(scheduler, 1) == [[(0, 6), (1, 6)]]
+    add(scheduler, make_sequence(range(12), request_id=2))
+    assert plans(scheduler, 1) == [[(0, 1), (1, 1)]]
+
+
+def test_the_victim_is_the_latest_of_the_lowest_class():
+    scheduler = make_scheduler(num_blocks=8)
+    add(scheduler, make_sequence(range(8), request_id=0, **OFFLINE))
+    add(scheduler, make_sequence(range(7), request_id=1, **OFFLINE))
+    assert plans(scheduler, 1) == [[(0, 8), (1, 7)]]
+    add(scheduler, make_sequence(range(7), 20, request_id=2))
+    add(scheduler, make_sequence(range(7), 20, request_id=3))
+    assert plans(scheduler, 1) == [[(0, 1), (2, 7), (3, 7)]]  # the first wants a third block
+    assert (ids(scheduler.running), ids(scheduler.waiting)) == ([2, 3, 0], [1])
+    assert plans(scheduler, 2) == [[(2, 1), (3, 1), (0, 1)], [(2, 1), (3, 1)]]
+    assert (ids(scheduler.running), ids(scheduler.waiting)) == ([2, 3], [0, 1])
+
+
+def test_an_interactive_sequence_never_gives_way_to_an_offline_one():
+    scheduler = make_scheduler(num_blocks=4)
+    add(scheduler, make_sequence(range(8), 5, request_id=0, **OFFLINE))
+    assert plans(scheduler, 1) == [[(0, 8)]]
+    interactive = make_sequence(range(6), 3, request_id=1)
+    add(scheduler, interactive)
+    assert plans(scheduler, 1) == [[(1, 6)]]  # the offline one's ninth token lacks a block
+    assert interactive.num_preemptions == 0
+
+
+def test_who_has_waited_long_is_promoted():
+    now = [0.0]
+    scheduler = make_scheduler(
+        max_num_seqs=1, policy=Policy(ageing_seconds=5), clock=lambda: now[0]
+    )
+    add(scheduler, *(make_sequence([1], 1, request_id=i, **OFFLINE) for i in range(2)))
+    order = []
+    for request_id in range(2, 12):
+        add(scheduler, make_sequence([1], 1, request_id=request_id))
+        add(scheduler, make_sequence([1], 1, request_id=100 + request_id))
+        order += [request_id for request_id, _ in step(scheduler)[0]]
+        now[0] += 1
+    # From the fifth second on each of them waits longer than that; the offline ones came first.
+    assert order == [2, 102, 3, 103, 4, 0, 1, 104, 5, 105]
+
+
+def test_at_most_an_eighth_of_the_places_is_for_promoted_ones():
+    now = [0.0]
+    scheduler = make_scheduler(
+        max_num_seqs=16, policy=Policy(ageing_seconds=5), clock=lambda: now[0]
+    )
+    add(scheduler, *(make_sequence([1], 50, request_id=i) for i in range(16)))
+    step(scheduler)
+    add(scheduler, *(make_sequence([1], 50, request_id=i, **OFFLINE) for i in range(16, 20)))
+    now[0] = 6
+    plans(scheduler, 4)
+    assert [s.is_promoted for s in scheduler.waiting] == [True, True, False, False]
+    scheduler.end(16, FinishReason.CANCELLED)
+    step(scheduler)
+    assert [s.is_promoted for s in scheduler.waiting] == [True, True, False]
+
+
+# -- deadlines --
+
+
+def test_who_misses_a_deadline_ends_with_its_error():
+    now = [1.0]
+    scheduler = make_scheduler(max_num_seqs=1, clock=lambda: now[0])
+    deadlines = (Deadline(2.0, Milestone.ADMISSION, "late"), Deadline(9.0, Milestone.END, "over"))
+    runs, waits, token = (
+        make_sequence([1], request_id=0, deadlines=deadlines),
+        make_sequence([1], request_id=1, deadlines=deadlines),
+        make_sequence(
+            range(40), request_id=2, deadlines=(Deadline(8.0, Milestone.FIRST_TOKEN, "slow"),)
+        ),
+    )
+    add(scheduler, runs, waits)
+    step(scheduler)
+    assert scheduler.expire() == []
+    now[0] = 2.0
+    [output] = scheduler.expire()
+    assert (output.request_id, output.finish_reason, output.error) == (1, "expired", "late")
+    assert output.scheduled_time == 0
+    add(scheduler, token)
+    now[0] = 8.0
+    [output] = scheduler.expire()
+    assert (output.request_id, output.error) == (2, "slow")
+    now[0] = 9.0
+    [output] = scheduler.expire()
+    assert (output.request_id, output.error) == (0, "over")
+    assert not scheduler.has_unfinished()
+    scheduler.check_integrity()
+
+
+# -- prefix reuse --
+
+
+def test_a_known_prefix_is_not_computed_again():
+    scheduler = make_scheduler(prefix_cache=True)
+    add(scheduler, make_sequence(range(10), max_tokens=1, request_id=0))
+    step(scheduler)
+    add(scheduler, make_sequence(range(10), max_tokens=2, request_id=1))
+    planned, [output] = step(scheduler)
+    assert planned == [(1, 2)]
+    assert output.num_cached_tokens == 8
+
+
+def common_beginnings(**changes) -> Scheduler:
+    """Three prompts with two blocks in common, and a stranger."""
+    scheduler = make_scheduler(prefix_cache=True, max_num_batched_tokens=64, **changes)
+    prompts = [[*range(8), 10, 11], [*range(8), 20, 21], [*range(8), 30, 31], [40, 41]]
+    add(scheduler, *(make_sequence(prompt, request_id=i) for i, prompt in enumerate(prompts)))
+    return scheduler
+
+
+def test_who_lacks_what_another_computes_now_waits_for_it_and_nobody_else_does():
+    assert plans(common_beginnings(), 3) == [
+        [(0, 10), (3, 2)],
+        [(0, 1), (3, 1), (1, 2), (2, 2)],
+        [(0, 1), (3, 1), (1, 1), (2, 1)],
+    ]
+
+
+def test_who_waits_for_another_is_bypassed_no_more_often_than_allowed():
+    scheduler = make_scheduler(
+        prefix_cache=True, max_num_batched_tokens=64, policy=Policy(max_bypasses=1)
+    )
+    prompts = [[*range(8), 10], [*range(8), 20], [30], [40]]
+    add(scheduler, *(make_sequence(prompt, request_id=i) for i, prompt in enumerate(prompts)))
+    assert plans(scheduler, 1) == [[(2, 1), (0, 9)]]
+    assert ids(scheduler.waiting) == [1, 3]
+
+
+def test_a_step_without_memory_sends_back_only_whom_it_admitted():
+    scheduler = make_scheduler()
+    add(scheduler, make_sequence(range(6), request_id=0))
+    assert plans(scheduler, 1) == [[(0, 6)]]
+    add(scheduler, make_sequence(range(10), request_id=1))
+    assert scheduler.retreat(scheduler.schedule())  # of 1 + 10 tokens
+    assert (ids(scheduler.running), ids(scheduler.waiting)) == ([0], [1])
+    assert plans(scheduler, 1) == [[(0, 1), (1, 4)]]
+
+
+def test_it_goes_on_by_itself_where_the_other_ends():
+    scheduler = common_beginnings()
+    scheduler.schedule()
+    scheduler.end(0, FinishReason.CANCELLED)
+    assert plans(scheduler, 1) == [[(3, 2), (1, 10)]]
+
+
+def test_an_interactive_one_does_not_wait_for_an_offline_one():
+    scheduler = make_scheduler(prefix_cache=True, max_num_batched_tokens=8)
+    offline = make_sequence(range(16), request_id=0, request_class=RequestClass.OFFLINE)
+    add(scheduler, offline)
+    assert plans(scheduler, 1) == [[(0, 8)]]
+    add(scheduler, make_sequence(range(16), request_id=1))
+    # It starts with the two blocks that are there, and computes the others itself.
+    assert plans(scheduler, 1) == [[(0, 1), (1, 7)]]
+
+
+@pytest.mark.parametrize("other", [{"cache_salt": b"other"}, {"num_prompt_logprobs": 0}])
+def test_who_may_not_use_it_does_not_wait_for_it(other):
+    scheduler = make_scheduler(prefix_cache=True, max_num_batched_tokens=64)
+    add(scheduler, make_sequence(range(10), request_id=0))
+    add(scheduler, make_sequence(range(10), request_id=1, **other))
+    assert plans(scheduler, 1) == [[(0, 10), (1, 10)]]
+
+
+def test_of_a_fully_cached_prompt_the_last_block_is_computed():
+    scheduler = make_scheduler(prefix_cache=True)
+    add(scheduler, make_sequence(range(8), max_tokens=1, request_id=0))
+    step(scheduler)
+    add(scheduler, make_sequence(range(8), request_id=1))
+    planned, [output] = step(scheduler)
+    assert planned == [(1, 4)]
+    assert (output.num_cached_tokens, len(output.tokens)) == (4, 1)
+
+
+def test_257_tokens_at_block_256():
+    scheduler = make_scheduler(block_size=256, max_num_batched_tokens=512, prefix_cache=True)
+    first = make_sequence(range(257), request_id=0)
+    add(scheduler, first)
+    assert plans(scheduler, 2) == [[(0, 257)], [(0, 1)]]
+    assert first.block_table == [0, 1]
+    second = make_sequence(range(257), request_id=1)
+    add(scheduler, second)
+    assert plans(scheduler, 1) == [[(0, 1), (1, 1)]]
+    assert second.block_table == [0, 2]
+
+
+def test_decoding_past_block_256_opens_a_block():
+    scheduler = make_scheduler(block_size=256, max_num_batched_tokens=512, prefix_cache=True)
+    sequence = make_sequence(range(255), request_id=0)
+    add(scheduler, sequence)
+    tables = []
+    for _ in range(4):
+        step(scheduler)
+        tables.append(list(sequence.block_table))
+    assert tables == [[0], [0], [0, 1], [0, 1]]
+
+
+# -- endings --
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasons"),
+    [
+        (dict(max_tokens=1), [FinishReason.LENGTH]),
+        (dict(max_tokens=3), [None, None, FinishReason.LENGTH]),
+        (dict(max_tokens=3, stop_token_ids=frozenset({CONTENT})), [FinishReason.STOP]),
+        (dict(max_tokens=1, stop_token_ids=frozenset({CONTENT})), [FinishReason.STOP]),
+        (dict(max_tokens=2, stop_token_ids=frozenset({1, 2})), [None, FinishReason.LENGTH]),
+    ],
+)
+def test_finish_reasons(fields, reasons):
+    scheduler = make_scheduler()
+    add(scheduler, make_sequence([1, 2], **fields))
+    seen = [step(scheduler)[1][0].finish_reason for _ in reasons]
+    assert seen == reasons
+    assert not scheduler.has_unfinished()
+    assert scheduler.block_manager.num_used_blocks == 0
+
+
+def test_a_finished_sequence_is_not_scheduled_again():
+    scheduler = make_scheduler()
+    add(scheduler, make_sequence([1], max_tokens=1))
+    assert plans(scheduler, 2) == [[(0, 1)], []]
+
+
+def test_a_waiting_sequence_can_be_ended():
+    scheduler = make_scheduler(max_num_seqs=1)
+    add(scheduler, *(make_sequence([1], request_id=i) for i in range(3)))
+    step(scheduler)
+    [output] = scheduler.end(1, FinishReason.CANCELLED)
+    assert (output.request_id, output.tokens, output.finish_reason) == (1, [], "cancelled")
+    assert output.scheduled_time == 0.0
+    scheduler.check_integrity()
+    assert ids(scheduler.waiting) == [2]
+
+
+def test_a_running_sequence_can_be_ended():
+    scheduler = make_scheduler()
+    add(scheduler, *(make_sequence(range(9), request_id=i) for i in range(2)))
+    step(scheduler)
+    [output] = scheduler.end(0, FinishReason.ERROR, "it broke")
+    assert (output.request_id, output.finish_reason, output.error) == (0, "error", "it broke")
+    scheduler.check_integrity()
+    assert scheduler.unfinished_ids() == [1]
+    assert plans(scheduler, 1) == [[(1, 2)]]
+
+
+def test_ending_twice_or_a_stranger_does_nothing():
+    scheduler = make_scheduler()
+    add(scheduler, make_sequence([1]))
+    assert len(scheduler.end(0, FinishReason.CANCELLED)) == 1
+    assert scheduler.end(0, FinishReason.CANCELLED) == []
+    assert scheduler.end(99, FinishReason.CANCELLED) == []
+
+
+def test_the_time_of_the_first_admission_is_kept_through_preemption():
+    scheduler, _, second = preempting()
+    admitted = second.scheduled_time
+    assert admitted > 0
+    plans(scheduler, 4)
+    assert second.num_preemptions == 1
+    assert second.status is SequenceStatus.RUNNING
+    assert second.scheduled_time == admitted
+
+
+# -- loops --
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fields", "found"),
+    [
+        ([7, 7, 7], dict(max_pattern_size=1, min_count=3), True),
+        ([7, 7], dict(max_pattern_size=1, min_count=3), False),
+        ([7, 7, 7, 8], dict(max_pattern_size=1, min_count=3), False),
+        ([1, 2, 1, 2], dict(max_pattern_size=2), True),
+        ([2, 1, 2], dict(max_pattern_size=2), False),
+        ([1, 2, 1, 2], dict(max_pattern_size=1), False),
+        ([5, 5, 1, 2, 3, 1, 2, 3], dict(max_pattern_size=4), True),
+        ([1, 2, 3, 1, 3, 3], dict(max_pattern_size=4, min_pattern_size=2), False),
+        ([7, 7, 7, 7], dict(max_pattern_size=4, min_pattern_size=3), False),
+        ([7] * 6, dict(max_pattern_size=4, min_pattern_size=3), True),
+        ([7, 7, 7], dict(max_pattern_size=0), False),
+    ],
+)
+def test_a_loop_ends_the_answer(tokens, fields, found):
+    detection = RepetitionDetection(**fields)
+    prompt = [7, 7, 7, 7, 7, 7]  # which does not count
+    assert ends_in_loop(prompt + tokens, len(prompt), detection) is found
+    sequence = make_sequence(prompt, 50, repetition_detection=detection)
+    sequence.token_ids += tokens
+    assert sequence.finish_reason() == ("repetition" if found else None)
+
+
+# -- forks and priorities --
+
+
+def test_a_fork_starts_with_the_blocks_of_its_leader_s_prompt():
+    scheduler = make_scheduler(block_size=4, max_num_batched_tokens=8)
+    leader = make_sequence(range(10), request_id=0)
+    forks = [make_sequence(range(10), request_id=i, fork_of=0) for i in (1, 2)]
+    add(scheduler, leader, *forks)
+    assert plans(scheduler, 2) == [[(0, 8)], [(0, 2)]]
+    assert plans(scheduler, 1) == [[(0, 1), (1, 2), (2, 2)]]
+    tables = [s.block_table for s in (leader, *forks)]
+    assert [table[:2] for table in tables] == [[0, 1]] * 3
+    assert len({table[2] for table in tables}) == 3
+    assert [s.num_cached_tokens for s in forks] == [8, 8]
+
+
+def test_a_fork_of_what_has_ended_computes_its_prompt():
+    scheduler = make_scheduler(block_size=4)
+    add(scheduler, make_sequence(range(8), request_id=0))
+    add(scheduler, make_sequence(range(8), request_id=1, fork_of=0))
+    scheduler.end(0, FinishReason.CANCELLED)
+    scheduler.check_integrity()
+    assert plans(scheduler, 1) == [[(1, 8)]]
+
+
+def test_the_smaller_priority_is_admitted_first():
+    scheduler = make_scheduler(max_num_seqs=1)
+    for request_id, priority in enumerate([0, 5, -1, 0]):
+        sequence = make_sequence(range(3), 1, request_id=request_id, priority=priority)
+        add(scheduler, sequence)
+    assert plans(scheduler, 4) == [[(2, 3)], [(0, 3)], [(3, 3)], [(1, 3)]]
+
+
+# -- drafts --
+
+LOOP = (1, 2, 3, 1, 2, 3, 1, 2)  # is to go on with 3, 1, 2, ...
+DRAFTS = SpeculativeConfig(num_speculative_tokens=9, prompt_lookup_min=2)
+
+
+def lengthen_drafts(sequence, length=4):
+    """Else the first one has three tokens, and has to succeed for others to be longer."""
+    sequence.proposer._length = length
+
+
+def speculate(scheduler, *token_ids):
+    """One step of the only sequence: (tokens computed, its output), after drafts that begin with
+    these tokens."""
+    [scheduled] = batch = scheduler.schedule()
+    assert scheduled.draft_token_ids[: len(token_ids)] == token_ids
+    sampled = [*token_ids, *[CONTENT] * scheduled.num_samples][: scheduled.num_samples]
+    scheduler.advance(batch)
+    [output] = scheduler.update(batch, [SampledToken(token_id, None) for token_id in sampled])
+    scheduler.check_integrity()
+    return scheduled.num_new_tokens, [token.token_id for token in output.tokens]
+
+
+def start_loop(max_tokens=50, prompt=LOOP, **options):
+    """A scheduler and a sequence that has said 3, as was to be expected."""
+    scheduler = make_scheduler(speculative=DRAFTS, **options)
+    sequence = make_sequence(prompt, max_tokens, speculative=True)
+    add(scheduler, sequence)
+    lengthen_drafts(sequence)
+    step(scheduler, 3)
+    return scheduler, sequence
+
+
+def test_a_draft_is_accepted_up_to_the_first_token_that_is_not_sampled():
+    scheduler, sequence = start_loop()
+    assert speculate(scheduler, 1, 2, 3, 1) == (5, [1, 2, 3, 1, CONTENT])
+    assert sequence.num_computed_tokens == sequence.num_tokens - 1 == 13
+    assert (scheduler.drafts.num_tokens, scheduler.drafts.num_accepted_tokens) == (4, 4)
+
+    scheduler, sequence = start_loop()
+    assert speculate(scheduler, 1, 2) == (5, [1, 2, CONTENT])
+    assert sequence.token_ids == [*LOOP, 3, 1, 2, CONTENT]
+    assert sequence.num_computed_tokens == sequence.num_tokens - 1 == 11
+    assert (scheduler.drafts.num_tokens, scheduler.drafts.num_accepted_tokens) == (4, 2)
+
+    scheduler, sequence = start_loop()
+    assert speculate(scheduler) == (5, [CONTENT])
+    assert (sequence.num_tokens, sequence.num_computed_tokens) == (10, 9)
+
+
+def test_tokens_behind_the_one_that_ends_the_answer_are_dropped():
+    for fields, reason, kept in (
+        (dict(stop_token_ids=frozenset([2])), FinishReason.STOP, [1, 2]),
+        (
+            dict(repetition_detection=RepetitionDetection(max_pattern_size=3, min_count=2)),
+            FinishReason.REPETITION,
+            [1, 2, 3, 1, 2],
+        ),
+    ):
+        scheduler = make_scheduler(speculative=DRAFTS)
+        sequence = make_sequence(LOOP, 50, speculative=True, **fields)
+        add(scheduler, sequence)
+        lengthen_drafts(sequence, 8)
+        step(scheduler, 3)
+        [scheduled] = batch = scheduler.schedule()
+        scheduler.advance(batch)
+        sampled = [SampledToken(t, None) for t in (*scheduled.draft_token_ids, CONTENT)]
+        [output] = scheduler.update(batch, sampled)
+        assert [token.token_id for token in output.tokens] == kept
+        assert output.finish_reason == reason
+        assert sequence.status is SequenceStatus.FINISHED
+        assert scheduler.block_manager.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("max_tokens", range(2, 8))
+def test_no_draft_goes_beyond_max_tokens(max_tokens):
+    scheduler, sequence = start_loop(max_tokens)
+    [scheduled] = batch = scheduler.schedule()
+    assert scheduled.num_samples == min(5, max_tokens - 1)
+    assert scheduled.end <= sequence.request.max_kv_tokens
+    scheduler.advance(batch)
+    sampled = [SampledToken(t, None) for t in (*scheduled.draft_token_ids, CONTENT)]
+    [output] = scheduler.update(batch, sampled)
+    assert (output.finish_reason == FinishReason.LENGTH) == (max_tokens <= 6)
+
+
+def test_a_rejected_draft_gives_its_blocks_back():
+    scheduler, sequence = start_loop(prompt=[1, 2, *LOOP[2:]])
+    assert len(sequence.block_table) == 2
+    batch = scheduler.schedule()
+    assert len(sequence.block_table) == 4  # for 13 tokens
+    scheduler.advance(batch)
+    scheduler.update(batch, [SampledToken(CONTENT, None)] * 5)
+    assert len(sequence.block_table) == 3
+    assert scheduler.block_manager.num_used_blocks == 3
+
+
+def test_where_no_block_is_free_for_it_there_is_no_draft():
+    scheduler, sequence = start_loop(num_blocks=4)  # with the draft it would have all
+    other = make_sequence(range(2), request_id=1)
+    add(scheduler, other)
+    assert step(scheduler, CONTENT) == ([(0, 1), (1, 2)], [ANY, ANY])
+    assert (len(sequence.block_table), len(other.block_table)) == (3, 1)
+    assert scheduler.num_preemptions == scheduler.drafts.num_tokens == 0
+
+
+def test_no_block_with_a_rejected_draft_is_published():
+    scheduler, sequence = start_loop(prefix_cache=True)
+    manager = scheduler.block_manager
+    assert manager.num_cached_blocks == 2
+    speculate(scheduler, 1, 2)  # 11 right ones of 13
+    assert manager.num_cached_blocks == sequence.num_published_blocks == 2
+    speculate(scheduler)
+    assert manager.num_cached_blocks == sequence.num_published_blocks == 3
+    again = make_sequence([*LOOP, 3, 1, 2, CONTENT, 9], request_id=1)
+    assert manager.get_computed_blocks(again) == sequence.block_table[:3]
+
+
+def test_drafts_get_what_prompts_leave_of_the_budget():
+    for num_prompt_tokens, planned in (
+        (9, [(0, 5), (1, 9)]),
+        (13, [(0, 3), (1, 13)]),
+        (15, [(0, 1), (1, 15)]),
+        (20, [(0, 1), (1, 15)]),
+    ):
+        scheduler, _ = start_loop(max_num_batched_tokens=16)
+        add(scheduler, make_sequence(range(num_prompt_tokens), request_id=1))
+        assert step(scheduler)[0] == planned
+
+
+def test_drafts_of_several_sequences_share_what_is_left_of_the_budget():
+    scheduler = make_scheduler(speculative=DRAFTS, max_num_batched_tokens=10)
+    for request_id in range(2):
+        sequence = make_sequence([3, 1, 2, 3, 1], 50, request_id, speculative=True)
+        add(scheduler, sequence)
+        lengthen_drafts(sequence, 6)
+    assert step(scheduler, 2)[0] == [(0, 5), (1, 5)]
+    assert step(scheduler)[0] == [(0, 7), (1, 3)]
+
+
+def test_a_chunk_of_one_token_has_no_draft():
+    scheduler = make_scheduler(speculative=DRAFTS)
+    sequence = make_sequence(LOOP, 50, speculative=True)
+    add(scheduler, sequence)
+    batch = [ScheduledSequence.of(sequence, 1)]
+    scheduler.drafts.add_to(batch, 9, num_running=1)
+    assert batch == [ScheduledSequence.of(sequence, 1)]
+
+
+class AnyText:
+    """A grammar, and an answer's state in it, that every token fits."""
+
+    is_complete = False
+
+    def start(self):
+        return self
+
+    def accept(self, token_id):
+        return True
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"speculative": False},
+        {"grammar": AnyText()},
+        {"frequency_penalty": 0.5},
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.1},
+        {"bad_words": ((5, 6),)},
+        {"min_tokens": 3},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_whose_rows_would_not_be_what_they_were_alone_has_no_drafts(fields):
+    scheduler = make_scheduler(speculative=DRAFTS)
+    add(scheduler, make_sequence(LOOP, 50, **{"speculative": True, **fields}))
+    assert [step(scheduler, token_id)[0] for token_id in (3, 1, 2)] == [
+        [(0, 8)],
+        [(0, 1)],
+        [(0, 1)],
+    ]
+    [scheduled] = scheduler.schedule()
+    assert bool(scheduled.draft_token_ids) is ("min_tokens" in fields)
+
+
+def test_a_large_batch_has_no_drafts():
+    config = SpeculativeConfig(
+        num_speculative_tokens=2, prompt_lookup_min=2, disable_by_batch_size=2
+    )
+    scheduler = make_scheduler(speculative=config)
+    for request_id, max_tokens in enumerate((9, 9, 3)):
+        add(scheduler, make_sequence([3, 1, 2], max_tokens, request_id, speculative=True))
+    assert [step(scheduler, token_id)[0] for token_id in (3, 1, 2)] == [
+        [(0, 3), (1, 3), (2, 3)],
+        *[[(0, 1), (1, 1), (2, 1)]] * 2,
+    ]
+    assert step(scheduler, 3)[0] == [(0, 3), (1, 3)]
+
+
+def test_a_step_whose_tokens_a_draft_may_follow_is_waited_for():
+    scheduler, sequence = start_loop()
+    assert scheduler.waits_for(scheduler.schedule())
+    sequence.proposer.observe(sequence.num_tokens, 0)  # a pause
+    batch = [ScheduledSequence.of(sequence, 1)]
+    scheduler.advance(batch)
+    assert sequence.num_tokens == 10
+    assert scheduler.waits_for(batch)  # the pause is over by then
+    sequence.proposer.observe(sequence.num_tokens, 0)
+    assert not scheduler.waits_for(batch)

@@ -1,0 +1,437 @@
+"""The bill: shares of time and of KV blocks, over a fake clock that only the runner moves."""
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import Collector, CountingRunner, make_config, make_request
+from tritium.backend.config import SpeculativeConfig
+from tritium.backend.engine.engine import Engine
+from tritium.backend.engine.scheduler import ScheduledSequence
+from tritium.backend.engine.sequence import Figures, FinishReason, SampledToken
+from tritium.backend.engine.usage import (
+    DEFAULT_WEIGHTS,
+    BusyTime,
+    MeasuredStep,
+    Weights,
+    fit,
+    split,
+)
+from tritium.loadtests.harness import until
+
+WEIGHTS = Weights(token=1000, context=7, sequence=300)
+
+
+class Clock:
+    """Stands still unless it is moved; tells those who watch."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000
+        self.watchers: list[Callable[[int], None]] = []
+
+    def __call__(self) -> int:
+        return self.now
+
+    def move(self, duration: int) -> None:
+        for watch in self.watchers:
+            watch(duration)
+        self.now += duration
+
+
+class TimedRunner(CountingRunner):
+    """Takes the clock's time for launching and for reading; None fails."""
+
+    def __init__(self, clock: Clock, duration: Callable[[list[ScheduledSequence]], int | None]):
+        super().__init__()
+        self._clock = clock
+        self._duration = duration
+
+    def token_at(self, position: int) -> int:
+        return position % 3  # repeats itself, so that drafts are accepted
+
+    def launch(self, batch):
+        read = super().launch(batch)
+        duration = self._duration(batch)
+        if duration is None:
+            self._clock.move(17)
+            raise RuntimeError("boom")
+        self._clock.move(duration // 3)
+
+        def read_late() -> list[SampledToken]:
+            self._clock.move(duration - duration // 3)
+            return read()
+
+        return read_late
+
+
+class Witness:
+    """Adds up, whenever the clock moves, what each request holds: by brute force."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.block_ns: dict[int, float] = defaultdict(float)
+        self.used_block_ns = 0
+        self.peaks: Counter[int] = Counter()
+
+    def __call__(self, duration: int) -> None:
+        blocks = self._engine.block_manager.blocks
+        self.used_block_ns += duration * sum(block.ref_count > 0 for block in blocks)
+        for sequence in self._engine.scheduler.unfinished():
+            number, table = sequence.request_id, sequence.block_table
+            self.block_ns[number] += duration * sum(1 / blocks[i].ref_count for i in table)
+            self.peaks[number] = max(self.peaks[number], len(table))
+
+    def check(self, figures: dict[int, Figures]) -> None:
+        for number, f in figures.items():
+            expected = self.block_ns[number] / 1e9
+            assert f.block_seconds == pytest.approx(expected, rel=1e-9, abs=1e-12)
+            assert f.peak_blocks == self.peaks[number]
+            assert 0 <= f.peak_own_blocks <= f.peak_blocks
+
+
+class Bench:
+    """An engine on a fake clock, whose failing steps end their sequences as its thread does it."""
+
+    def __init__(self, duration, overlaps=False, num_blocks=64, weights=WEIGHTS, **changes) -> None:
+        self.clock = Clock()
+        runner = TimedRunner(self.clock, duration)
+        runner.num_blocks, runner.overlaps = num_blocks, overlaps
+        self.collector = Collector()
+        self.totals = []
+        self.busy_time = BusyTime(weights, warmup=5, clock=self.clock)
+        config = make_config(**changes)
+        self.engine = Engine(
+            config, runner, self.collector, self.busy_time, on_totals=self.totals.append
+        )
+        self.witness = Witness(self.engine)
+        self.clock.watchers.append(self.witness)
+
+    def submit(self, request_id: int = 0, num_forks: int = 0, **fields) -> None:
+        """A request, and others with its prompt right behind it."""
+        requests = [make_request(request_id=request_id, **fields)]
+        for i in range(request_id + 1, request_id + 1 + num_forks):
+            requests.append(make_request(request_id=i, fork_of=request_id, **fields))
+        if requests[0].max_kv_tokens <= self.engine.max_kv_tokens:
+            self.engine.reserve(len(requests))
+            self.engine.submit(*requests)
+
+    def step(self) -> None:
+        try:
+            self.engine.step()
+        except RuntimeError:
+            self.busy_time.end_failed_step()
+            running = [s.request_id for s in self.engine.scheduler.running]
+            self.engine._end_all(running, FinishReason.ERROR, "boom")
+        self.engine.check_integrity()
+
+    def run(self) -> dict[int, Figures]:
+        """Step until all requests have ended; their figures by id."""
+        while self.engine._inbox or self.engine.scheduler.has_unfinished():
+            self.step()
+        self.step()  # what was in flight
+        outputs = [output for output in self.collector.outputs if output.finish_reason]
+        figures = {output.request_id: output.figures for output in outputs}
+        assert len(figures) == len(outputs)
+        return figures
+
+
+# Many start alike, so that several hold a block at once.
+prompts = st.builds(
+    lambda num_shared, rest: [0] * 4 * num_shared + rest,
+    st.integers(0, 3),
+    st.lists(st.integers(0, 1), min_size=1, max_size=8),
+)
+actions = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("submit"),
+            prompts,
+            st.integers(1, 12),
+            st.sampled_from([0, 0, 1, 2]),
+        ),
+        st.tuples(st.just("abort"), st.integers(0, 20)),
+        st.tuples(st.just("step"), st.integers(1, 5)),
+        st.tuples(st.just("wait"), st.integers(0, 10**9)),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(
+    actions=actions,
+    durations=st.lists(st.none() | st.integers(0, 10**8), min_size=1, max_size=10),
+    overlaps=st.booleans(),
+    prefix_cache=st.sampled_from(["on", "off"]),
+    num_blocks=st.integers(6, 20),
+    drafts=st.booleans(),
+)
+def test_every_nanosecond_is_on_one_bill(
+    actions, durations, overlaps, prefix_cache, num_blocks, drafts
+):
+    steps = iter(range(10**6))
+    bench = Bench(
+        lambda batch: durations[next(steps) % len(durations)],
+        overlaps,
+        num_blocks,
+        prefix_cache=prefix_cache,
+        speculative_config=SpeculativeConfig() if drafts else None,
+    )
+    start = bench.clock.now
+    num_requests = 0
+    for action, *values in actions:
+        if action == "submit":
+            prompt, max_tokens, num_forks = values
+            bench.submit(
+                num_requests, num_forks, prompt=prompt, max_tokens=max_tokens, speculative=True
+            )
+            num_requests += 1 + num_forks
+        elif action == "abort":
+            bench.engine.abort(values[0])
+        elif action == "wait":
+            if not bench.engine.scheduler.has_unfinished():
+                bench.clock.move(values[0])
+        else:
+            for _ in range(values[0]):
+                bench.step()
+    figures = bench.run()
+
+    totals = bench.engine.totals()
+    billed = sum(f.prefill_ns + f.decode_ns for f in figures.values())
+    system = totals.warmup + totals.preemption + totals.fault + totals.overrun
+    assert billed + system == totals.busy
+    assert (totals.open, totals.is_quiet) == (0, True)
+    assert totals.busy - totals.warmup + totals.idle == bench.clock.now - start
+    assert sum(f.recompute_ns for f in figures.values()) == totals.preemption
+    assert overlaps or not totals.overrun
+
+    held = sum(f.block_seconds for f in figures.values())
+    assert held == pytest.approx(totals.block_ns / 1e9, rel=1e-9, abs=1e-12)
+    assert totals.block_ns == bench.witness.used_block_ns
+    bench.witness.check(figures)
+
+
+@given(
+    total=st.integers(0, 10**18), weights=st.lists(st.integers(1, 10**18), min_size=1, max_size=50)
+)
+def test_parts_sum_to_the_whole_and_are_off_by_less_than_one(total, weights):
+    parts = split(total, weights)
+    assert sum(parts) == total
+    whole = sum(weights)
+    for part, weight in zip(parts, weights, strict=True):
+        assert abs(part * whole - total * weight) < whole
+
+
+def test_largest_remainders_are_rounded_up():
+    assert split(10, [1, 1, 1]) == [4, 3, 3]
+    assert split(100, [1, 2, 3, 1]) == [14, 29, 43, 14]
+    assert split(1, [1, 5]) == [0, 1]
+
+
+# -- literal bills --
+
+
+def constant(batch):
+    return 1000
+
+
+def test_a_prompt_and_its_answer():
+    bench = Bench(constant)
+    bench.submit(prompt=range(10), max_tokens=3)
+    (figures,) = bench.run().values()
+    assert (figures.prefill_ns, figures.decode_ns, figures.recompute_ns) == (1000, 2000, 0)
+    assert bench.engine.totals().busy == 3005  # with the warm-up
+
+
+def test_a_step_is_shared_by_weight():
+    bench = Bench(constant, weights=Weights(token=1, context=0, sequence=0))
+    bench.submit(prompt=range(3), max_tokens=1, request_id=0)
+    bench.submit(prompt=range(9), max_tokens=1, request_id=1)
+    figures = bench.run()
+    assert [figures[i].prefill_ns for i in (0, 1)] == [250, 750]
+
+
+def test_what_preemption_costs_is_not_the_victim_s():
+    """Two of 6 + 7 tokens, in blocks of 4; together they need 8 blocks and there are 5."""
+    bench = Bench(constant, num_blocks=5, max_num_seqs=2)
+    for i in range(2):
+        bench.submit(prompt=range(6), max_tokens=8, request_id=i)
+    figures = bench.run()
+    victim = figures[1]
+    assert victim.num_preemptions == 1
+    assert victim.recompute_ns > 0
+    assert bench.engine.totals().preemption == victim.recompute_ns
+    # Its decode steps alone cost 1,000 each, shared ones half; none is charged twice.
+    assert victim.decode_ns <= 7000
+
+
+def test_draft_tokens_are_the_sequence_s_own():
+    def bill(drafts: bool) -> Figures:
+        bench = Bench(
+            lambda batch: sum(s.num_new_tokens for s in batch) * 100,
+            speculative_config=SpeculativeConfig() if drafts else None,
+        )
+        bench.submit(prompt=[i % 3 for i in range(12)], max_tokens=12, speculative=True)
+        return bench.run()[0]
+
+    assert bill(True).decode_ns >= bill(False).decode_ns
+    assert bill(True).recompute_ns == 0  # rejected ones, too, are computed once
+
+
+def test_a_row_of_an_ended_sequence_is_on_nobody_s_bill():
+    bench = Bench(constant, overlaps=True)
+    bench.submit(prompt=range(4), max_tokens=8, stop_token_ids=frozenset({5 % 3}))
+    bench.run()
+    # The second step's last third: the first two tokens' steps took the rest of the time.
+    assert bench.engine.totals().overrun == 667
+
+
+def test_a_failed_step_is_a_fault():
+    durations = iter([1000, None])
+    bench = Bench(lambda batch: next(durations))
+    bench.submit(max_tokens=5)
+    (figures,) = bench.run().values()
+    assert figures.prefill_ns == 1000
+    assert bench.engine.totals().fault == 17
+
+
+def test_totals_come_behind_a_failed_step_too():
+    bench = Bench(lambda batch: None)
+    bench.engine.start()
+    bench.submit(max_tokens=5)
+    bench.collector.wait_until_finished(0)
+    until(lambda: bench.totals[-1].fault == 17)
+    assert bench.totals[-1].is_quiet
+    bench.engine.stop(0)
+
+
+def test_waiting_for_requests_is_idle():
+    bench = Bench(constant)
+    bench.clock.move(70)
+    bench.submit(max_tokens=1)
+    bench.run()
+    bench.clock.move(30)
+    bench.submit(max_tokens=1, request_id=1)
+    bench.run()
+    totals = bench.engine.totals()
+    assert (totals.idle, totals.busy) == (100, 2005)
+
+
+def test_totals_come_once_a_second_and_at_the_end():
+    bench = Bench(lambda batch: 300_000_000)
+    bench.submit(max_tokens=10)
+    bench.run()
+    assert [t.busy // 10**8 for t in bench.totals] == [3, 15, 27, 30, 30]
+    assert [t.is_quiet for t in bench.totals] == [False, False, False, True, True]
+
+
+def test_shared_blocks_are_paid_together_and_reuse_is_told():
+    def duration(batch):
+        return sum(WEIGHTS.of(s.start, s.end) for s in batch)
+
+    bench = Bench(duration, prefix_cache="on", max_num_batched_tokens=32)
+    bench.submit(prompt=range(17), max_tokens=6, request_id=0)
+    bench.step()
+    bench.submit(prompt=range(17), max_tokens=5, request_id=1)
+    figures = bench.run()
+    leader, follower = figures[0], figures[1]
+    assert (follower.peak_blocks, follower.peak_own_blocks) == (6, 2)
+    assert (leader.peak_blocks, leader.peak_own_blocks) == (6, 6)
+    # Step 1: 5 blocks of the leader. Steps 2 to 6: 4 are shared, 1 (later 2) is each one's own.
+    assert leader.block_seconds + follower.block_seconds == pytest.approx(
+        bench.engine.totals().block_ns / 1e9
+    )
+    # 16 tokens of 17 would have taken nearly what the leader's prompt took.
+    assert leader.saved_ns == 0
+    assert follower.saved_ns == WEIGHTS.of(0, 16, num_sequences=0)
+
+
+def test_a_block_s_holders_come_and_go():
+    bench = Bench(constant, prefix_cache="on", max_num_batched_tokens=32)
+    for i, max_tokens in enumerate((9, 4, 9, 2)):  # the second leaves before the first
+        bench.submit(prompt=range(17), max_tokens=max_tokens, request_id=i)
+        bench.step()
+        bench.step()
+    bench.witness.check(bench.run())
+
+
+# -- weights --
+
+
+def test_weights_are_found_in_steps_that_follow_them():
+    true = Weights(token=40_000_000, context=9_000, sequence=150_000_000)
+    steps = [
+        MeasuredStep(n * t, a := n * t * (t + 1) // 2, n, 2_000_000 + _ns(true, n * t, a, n))
+        for n, t in [(1, 1), (4, 1), (8, 1), (1, 16), (1, 64), (2, 64), (1, 256)]
+    ]
+    found = fit(steps)
+    assert found == pytest.approx(true, rel=1e-3)
+
+
+def _ns(weights: Weights, tokens: int, attended: int, sequences: int) -> int:
+    picoseconds = weights.token * tokens + weights.context * attended
+    return (picoseconds + weights.sequence * sequences) // 1000
+
+
+def test_noise_gives_no_weights():
+    rng = random.Random(3)
+    steps = [MeasuredStep(t, t, 1, rng.randint(1, 10**6)) for t in (1, 2, 3, 4, 5, 6, 7, 8)]
+    assert fit(steps) is None
+
+
+def test_no_weight_is_negative():
+    steps = [MeasuredStep(n, n, n, 1000 * n - 10) for n in range(1, 9)]
+    found = fit(steps)
+    assert found and min(found) >= 0 and found.token >= 1
+
+
+# -- neutrality --
+
+
+def busy_of(order: list[str], num_answers: int = 24) -> dict[str, int]:
+    """Bills of lines whose requests come in this order, two a step, all alike; steps cost what
+    the real ones do, with a good deal that no sequence is the cause of."""
+
+    def duration(batch):
+        weight = sum(DEFAULT_WEIGHTS.of(s.start, s.end) for s in batch)
+        return 5_000_000 + weight // 1000
+
+    bench = Bench(
+        duration,
+        num_blocks=400,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        weights=DEFAULT_WEIGHTS,
+    )
+    for i, _ in enumerate(order):
+        bench.submit(prompt=range(40), max_tokens=num_answers, request_id=i)
+        if i % 2:
+            bench.step()
+    bills: Counter[str] = Counter()
+    for i, figures in bench.run().items():
+        bills[order[i]] += figures.prefill_ns + figures.decode_ns
+    return bills
+
+
+def test_equal_traffic_is_billed_equally():
+    bills = busy_of(["red", "blue"] * 30)
+    assert bills["red"] == pytest.approx(bills["blue"], rel=0.05)
+
+
+def test_twice_the_tokens_cost_twice():
+    bills = busy_of(["red", "blue", "blue"] * 20)
+    assert 1.9 <= bills["blue"] / bills["red"] <= 2.1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_order_of_arrival_does_not_matter(seed):
+    order = ["red"] * 30 + ["blue"] * 30
+    in_turns = busy_of(["red", "blue"] * 30)
+    shuffled = random.Random(seed).sample(order, len(order))
+    for other in (busy_of(order), busy_of(order[::-1]), busy_of(shuffled)):
+        for line in ("red", "blue"):
+            assert other[line] == pytest.approx(in_turns[line], rel=0.05)

@@ -1,0 +1,290 @@
+"""The text side of a request: what goes out, when, and with which numbers."""
+
+import pytest
+
+from tritium.backend.engine.sequence import EngineOutput, FinishReason, SampledToken, TokenLogprobs
+from tritium.backend.front.output import RequestOutput, Usage
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+
+class FakeDetokenizer:
+    """Token i is the i-th piece."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self._pieces = pieces
+
+    def add(self, token_id: int) -> str:
+        return self._pieces[token_id]
+
+
+def make_output(pieces, **changes) -> RequestOutput:
+    fields = dict(
+        stop=[], include_stop=False, min_tokens=0, stream=True, prefix="", num_prompt_tokens=3
+    )
+    return RequestOutput(FakeDetokenizer(pieces), **{**fields, **changes})
+
+
+def tokens(*token_ids: int) -> list[SampledToken]:
+    return [SampledToken(i, None) for i in token_ids]
+
+
+def deltas(pieces: list[str], reason=LENGTH, **changes) -> list[tuple[str, int, str | None]]:
+    """Each piece is a step's token: (text, tokens, finish reason) of what goes out."""
+    output = make_output(pieces, **changes)
+    taken = []
+    for i in range(len(pieces)):
+        output.add(EngineOutput(0, tokens(i), reason if i == len(pieces) - 1 else None))
+        if output.is_ready:
+            delta = output.take()
+            taken.append((delta.text, len(delta.tokens), delta.finish_reason))
+            if delta.finish_reason:
+                break
+    return taken
+
+
+# -- deltas --
+
+
+def test_each_token_s_text_goes_out_at_once():
+    assert deltas(["Hel", "lo", "!"]) == [("Hel", 1, None), ("lo", 1, None), ("!", 1, LENGTH)]
+
+
+def test_tokens_without_text_go_out_with_the_next_text():
+    assert deltas(["a", "", "", "b", ""]) == [("a", 1, None), ("b", 3, None), ("", 1, LENGTH)]
+
+
+def test_without_stream_everything_comes_at_the_end():
+    assert deltas(["a", "b", "c"], stream=False) == [("abc", 3, LENGTH)]
+
+
+def test_the_prompt_comes_first_when_it_is_asked_for():
+    assert deltas(["a", "b"], stream=False, prefix="Say: ") == [("Say: ab", 2, LENGTH)]
+
+
+def test_outputs_that_came_meanwhile_are_merged():
+    output = make_output(["a", "b", "c"])
+    output.add(EngineOutput(0, tokens(0)))
+    output.add(EngineOutput(0, tokens(1, 2)))
+    delta = output.take()
+    assert (delta.text, delta.tokens, delta.finish_reason) == ("abc", tokens(0, 1, 2), None)
+    assert not output.is_ready
+
+
+def test_an_ending_without_a_token_gives_a_delta():
+    output = make_output([])
+    output.add(EngineOutput(0, [], FinishReason.CANCELLED))
+    delta = output.take()
+    assert (delta.text, delta.tokens, delta.finish_reason) == ("", [], "cancelled")
+
+
+# -- stop strings --
+
+
+def test_a_stop_string_in_one_token():
+    assert deltas(["a", "b.c", "d"], stop=["."]) == [("a", 1, None), ("b", 1, STOP)]
+
+
+def test_a_stop_string_across_tokens_is_held_back():
+    assert deltas(["one ", "<e", "n", "d> two"], stop=["<end>"]) == [
+        ("one ", 1, None),
+        ("", 3, STOP),
+    ]
+
+
+def test_text_that_only_looked_like_a_stop_string_is_released():
+    assert deltas(["a<", "e", "x"], stop=["<end>"]) == [("a", 1, None), ("<ex", 2, LENGTH)]
+
+
+def test_held_back_text_is_released_at_the_end():
+    assert deltas(["a", "<en"], stop=["<end>"]) == [("a", 1, None), ("<en", 1, LENGTH)]
+
+
+def test_no_more_is_held_back_than_could_become_a_stop_string():
+    assert deltas(["aaa", "a", "b"], stop=["aab"]) == [
+        ("a", 1, None),
+        ("a", 1, None),
+        ("", 1, STOP),
+    ]
+
+
+def test_a_stop_string_that_starts_inside_another_s_beginning():
+    assert deltas(["ab", "ac", "x"], stop=["abac!", "ac"]) == [("ab", 2, STOP)]
+
+
+@pytest.mark.parametrize("stop", [["ab", "abc"], ["abc", "ab"]])
+def test_a_stop_string_that_begins_another_ends_as_soon_as_it_is_there(stop):
+    assert deltas(["xa", "b", "c"], stop=stop) == [("x", 1, None), ("", 1, STOP)]
+
+
+@pytest.mark.parametrize("stop", [["ab", "abc"], ["abc", "ab"]])
+def test_of_two_that_begin_together_the_longer_one_is_kept(stop):
+    assert deltas(["xabcd"], stop=stop, include_stop=True) == [("xabc", 1, STOP)]
+
+
+def test_the_stop_string_that_begins_first_ends_the_text():
+    assert deltas(["one two three"], stop=["three", "two"]) == [("one ", 1, STOP)]
+
+
+def test_include_stop_keeps_the_stop_string_and_nothing_after_it():
+    assert deltas(["one ", "<e", "nd> two"], stop=["<end>"], include_stop=True) == [
+        ("one ", 1, None),
+        ("<end>", 2, STOP),
+    ]
+
+
+def test_a_stop_string_without_stream():
+    assert deltas(["a", "b.", "c"], stop=["."], stream=False, prefix="P. ") == [("P. ab", 2, STOP)]
+
+
+def test_stop_strings_in_other_scripts():
+    assert deltas(["你好", "。再", "见"], stop=["。再见"]) == [("你好", 1, None), ("", 2, STOP)]
+
+
+def test_stop_strings_are_not_looked_for_before_min_tokens():
+    assert deltas(["a.", "b.", "c.", "d"], stop=["."], min_tokens=2) == [
+        ("a.", 1, None),
+        ("b.", 1, None),
+        ("c", 1, STOP),
+    ]
+
+
+def test_what_comes_after_a_stop_string_is_ignored():
+    output = make_output(["a.", "b"], stop=["."])
+    output.add(EngineOutput(0, tokens(0, 1)))
+    output.add(EngineOutput(0, tokens(1), LENGTH))
+    delta = output.take()
+    assert (delta.text, delta.tokens, delta.finish_reason) == ("a", tokens(0), STOP)
+    assert delta.usage.output_tokens == 1
+
+
+def test_an_error_after_a_stop_string_is_ignored():
+    output = make_output(["a."], stop=["."])
+    output.add(EngineOutput(0, tokens(0)))
+    output.add(EngineOutput(0, [], FinishReason.CANCELLED))
+    assert output.take().finish_reason is STOP
+
+
+# -- stop tokens --
+
+
+def test_the_stop_token_s_text_is_hidden():
+    assert deltas(["a", "</s>"], reason=STOP) == [("a", 1, None), ("", 1, STOP)]
+
+
+def test_include_stop_shows_the_stop_token_s_text():
+    assert deltas(["a", "</s>"], reason=STOP, include_stop=True) == [
+        ("a", 1, None),
+        ("</s>", 1, STOP),
+    ]
+
+
+def test_only_the_last_token_of_a_merged_output_is_hidden():
+    output = make_output(["a", "b", "</s>"])
+    output.add(EngineOutput(0, tokens(0, 1, 2), STOP))
+    assert output.take().text == "ab"
+
+
+def test_held_back_text_is_released_before_a_stop_token():
+    assert deltas(["a<", "</s>"], reason=STOP, stop=["<end>"]) == [("a", 1, None), ("<", 1, STOP)]
+
+
+# -- numbers --
+
+
+def test_cumulative_logprob():
+    output = make_output(["a", "b", "c"])
+    seen = []
+    for i, logprob in enumerate([-0.5, -1.0, -0.25]):
+        output.add(EngineOutput(0, [SampledToken(i, TokenLogprobs(logprob, 1, []))]))
+        seen.append(output.take().cumulative_logprob)
+    assert seen == [-0.5, -1.5, -1.75]
+
+
+def test_cumulative_logprob_is_a_number_without_logprobs():
+    output = make_output(["a"])
+    output.add(EngineOutput(0, tokens(0), LENGTH))
+    assert output.take().cumulative_logprob == 0.0
+
+
+def test_cumulative_logprob_stops_at_a_stop_string():
+    output = make_output([".", "b"], stop=["."])
+    both = [SampledToken(i, TokenLogprobs(-1.0, 1, [])) for i in range(2)]
+    output.add(EngineOutput(0, both))
+    assert output.take().cumulative_logprob == -1.0
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_usage():
+    clock = FakeClock()
+    output = make_output(["a", "b"], num_prompt_tokens=7, clock=clock)
+    common = dict(num_cached_tokens=4, num_preemptions=1, scheduled_time=100.25)
+    clock.now = 101.5
+    output.add(EngineOutput(0, tokens(0), **common))
+    assert output.take().usage is None
+    clock.now = 102.0
+    output.add(EngineOutput(0, tokens(1), LENGTH, **common))
+    clock.now = 103.0
+    assert output.take().usage == Usage(
+        prompt_tokens=7,
+        cached_tokens=4,
+        output_tokens=2,
+        queue_ms=250.0,
+        ttft_ms=1500.0,
+        total_ms=3000.0,
+        preemptions=1,
+    )
+
+
+def test_usage_of_what_never_left_the_queue():
+    clock = FakeClock()
+    output = make_output([], clock=clock)
+    clock.now = 100.5
+    output.add(EngineOutput(0, [], FinishReason.SHUTDOWN))
+    assert output.take().usage == Usage(
+        prompt_tokens=3, cached_tokens=0, output_tokens=0, queue_ms=0.0, ttft_ms=0.0, total_ms=500.0
+    )
+
+
+def test_times_count_from_the_arrival():
+    """Which may have been long before the text side came to know of the request."""
+    output = make_output(["a"], clock=FakeClock(), arrival_time=98.0)
+    output.add(EngineOutput(0, tokens(0), STOP, scheduled_time=99.0))
+    usage = output.take().usage
+    assert (usage.queue_ms, usage.ttft_ms, usage.total_ms) == (1000.0, 2000.0, 2000.0)
+
+
+def test_a_hidden_stop_token_counts_as_a_token():
+    output = make_output(["a", "</s>"])
+    output.add(EngineOutput(0, tokens(0, 1), STOP))
+    delta = output.take()
+    assert (len(delta.tokens), delta.usage.output_tokens) == (2, 2)
+
+
+def test_usage_of_several_answers():
+    a, b = Usage(7, 4, 2, 1.0, 20.0, 30.0, 1), Usage(7, 7, 5, 3.0, 25.0, 60.0, 2)
+    assert Usage.of_samples([a, b]) == Usage(7, 4, 7, 1.0, 20.0, 60.0, 2)
+
+
+# -- blanks --
+
+
+def test_blanks_at_the_end_are_trimmed():
+    pieces = ["a", " b", "\n", " \n", "c", "  ", "\n"]
+    assert deltas(pieces, trim_blanks=True) == [
+        ("a", 1, None),
+        (" b", 1, None),
+        ("\n \nc", 3, None),
+        ("", 2, LENGTH),
+    ]
+
+
+def test_blanks_that_may_start_a_stop_string():
+    assert deltas(["a", " ", "\n", "b"], trim_blanks=True, stop=["\nc"])[-1] == (" \nb", 3, LENGTH)

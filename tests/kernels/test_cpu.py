@@ -1,0 +1,402 @@
+"""The operations for CPUs, in C: near to float64, and each row the same in any company."""
+
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from tests.backend.runner.test_models import make_hf_model
+from tests.interpreter import BF16, error, poisoned_memory  # noqa: F401
+from tests.kernels import test_sampling as test_kernels_sampling
+from tests.kernels.test_attention import (
+    BATCHES,
+    HEADS,
+    MIXED,
+    check_attention,
+    dense_attention,
+    make_metadata,
+    random_batch,
+    random_qkv,
+    rotated,
+)
+from tritium import kernels
+from tritium.backend.runner.models import load_model
+from tritium.kernels import KVCache, cpu, reference
+
+pytestmark = pytest.mark.skipif(cpu.library() is None, reason="needs AVX2 and a compiler")
+
+DTYPE, BOUND = BF16
+EPS = 1e-5
+LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 100]
+
+
+def rows_alone(function, *tensors) -> torch.Tensor:
+    rows = zip(*(tensor.split(1) for tensor in tensors), strict=True)
+    return torch.cat([function(*row) for row in rows])
+
+
+# -- linear --
+
+
+@pytest.mark.parametrize("num_rows", LENGTHS)
+@pytest.mark.parametrize("shape", [(16, 32), (48, 64), (960, 576), (576, 1536)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_linear(num_rows, shape, dtype):
+    out_features, in_features = shape
+    x = torch.randn(num_rows, in_features).to(DTYPE)
+    weight, bias = torch.randn(shape).to(DTYPE), torch.randn(out_features).to(DTYPE)
+    packed = kernels.pack_linear(weight)
+    for b in (None, bias):
+        out = kernels.linear(x, packed, b, dtype)
+        assert out.dtype == dtype
+        expected = x.double() @ weight.double().T + (0 if b is None else b.double())
+        assert error(out, expected) < (BOUND if dtype == DTYPE else 1e-5)
+        assert torch.equal(
+            out, rows_alone(lambda row, b=b: kernels.linear(row, packed, b, dtype), x)
+        )
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 33, 100])
+@pytest.mark.parametrize("shape", [(16, 32), (48, 64), (960, 576), (576, 1536)], ids=str)
+def test_linear_with_rounded_weights(bits, num_rows, shape):
+    """Beside the weights being rounded, 4 bits become bfloat16."""
+    out_features, in_features = shape
+    x, bias = torch.randn(num_rows, in_features).to(DTYPE), torch.randn(out_features).to(DTYPE)
+    weight = (torch.randn(shape) + 0.5).to(DTYPE)
+    packed = kernels.pack_linear(weight, bits)
+    exact = reference.quantize(weight, bits).dequantize()
+    if bits == 4:
+        exact = exact.to(DTYPE)
+    expected = x.double() @ exact.double().T + bias
+    out = kernels.linear(x, packed, bias, torch.float32)
+    assert error(out, expected) < 1e-5
+    assert error(kernels.linear(x, packed, bias), expected) < BOUND
+    alone = rows_alone(lambda row: kernels.linear(row, packed, bias, torch.float32), x)
+    assert torch.equal(out, alone)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rounding_to_few_bits(bits):
+    weight = torch.randn(64, 96) * torch.logspace(-6, 2, 64)[:, None]
+    weight[3] = 0
+    weight[4] = 1
+    quantized = reference.quantize(weight, bits)
+    off = (quantized.dequantize() - weight).abs()
+    groups = weight.unflatten(1, (-1, reference.GROUP_SIZE if bits == 4 else 96))
+    largest, smallest = groups.amax(2, keepdim=True), groups.amin(2, keepdim=True)
+    step = groups.abs().amax(2, keepdim=True) / 127 if bits == 8 else (largest - smallest) / 15
+    # Half a step, and what scales in half precision are off.
+    allowed = step * 0.51 + (0 if bits == 8 else groups.abs().amax(2, keepdim=True) * 2e-3 + 1e-6)
+    assert (off.unflatten(1, groups.shape[1:]) <= allowed).all()
+    assert (quantized.dequantize()[3] == 0).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_few_bits_only_where_they_can_be_had(bits):
+    for weight in (torch.randn(32, 32), torch.randn(40, 32).to(DTYPE)):
+        with pytest.raises(ValueError, match=f"{bits} bits need bfloat16"):
+            kernels.pack_linear(weight, bits)
+
+
+def test_an_arena_keeps_tensors_apart(monkeypatch):
+    monkeypatch.setattr(cpu.Arena, "_SIZE", 1000)
+    arena = cpu.Arena()
+    tensors = [torch.full((n,), n, dtype=torch.bfloat16) for n in (1, 30, 31, 33, 400, 2000, 7)]
+    kept = [arena.keep(tensor) for tensor in tensors]
+    assert all(map(torch.equal, kept, tensors))
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in kept)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
+def test_linear_on_any_number_of_threads(num_threads):
+    """Also on more than there are columns of tiles."""
+    before = torch.get_num_threads()
+    x, weight = torch.randn(20, 64).to(DTYPE), torch.randn(48, 64).to(DTYPE)
+    try:
+        torch.set_num_threads(num_threads)
+        out = kernels.linear(x, kernels.pack_linear(weight))
+    finally:
+        torch.set_num_threads(before)
+    assert error(out, x.double() @ weight.double().T) < BOUND
+
+
+@pytest.mark.parametrize("shape", [(40, 64), (64, 40)], ids=str)
+def test_a_weight_that_is_no_multiple_of_tiles(shape):
+    x, weight = torch.randn(3, shape[1]).to(DTYPE), torch.randn(shape).to(DTYPE)
+    out = kernels.linear(x, kernels.pack_linear(weight), dtype=torch.float32)
+    assert error(out, x.double() @ weight.double().T) < BOUND
+
+
+# -- norms and activation --
+
+
+@pytest.mark.parametrize("size", [16, 576, 4096])
+@pytest.mark.parametrize("magnitude", [1e-4, 1.0, 1e4])
+def test_norms(size, magnitude):
+    x, residual = (torch.randn(2, 9, size) * magnitude).to(DTYPE)
+    weight = torch.randn(size).to(DTYPE)
+
+    def normalised(h):
+        return h / (h.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+    out = kernels.rms_norm(x, weight, EPS)
+    assert error(out, normalised(x.double())) < BOUND
+    assert torch.equal(out, rows_alone(lambda row: kernels.rms_norm(row, weight, EPS), x))
+
+    expected = (x.double() + residual.double()).to(DTYPE)
+    out, overwritten = kernels.add_rms_norm(x, residual, weight, EPS)
+    assert overwritten is residual and error(residual, expected.double()) < BOUND
+    assert error(out, normalised(residual.double())) < BOUND
+
+
+def test_silu_and_mul():
+    gate_up = (torch.randn(9, 2 * 1536) * 3).to(DTYPE)
+    gate_up[0, :6] = torch.tensor([-1e4, -200, -90, 0, 90, 1e4])
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    out = kernels.silu_and_mul(gate_up)
+    assert error(out, gate / (1 + (-gate).exp()) * up) < BOUND
+    assert torch.equal(out, rows_alone(kernels.silu_and_mul, gate_up))
+
+
+# -- rope_and_cache --
+
+
+@HEADS
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_rope_and_cache(heads, head_dim, has_norm):
+    num_heads, num_kv_heads = heads
+    qkv, angles, slots = random_qkv(heads, head_dim, DTYPE)
+    data = torch.full((2, 3, 16, num_kv_heads, head_dim), float("nan"), dtype=DTYPE)
+    written = slots >= 0
+    values = qkv[:, num_heads + num_kv_heads :].clone()
+    qk, norms = qkv[:, : num_heads + num_kv_heads].double(), None
+    if has_norm:
+        q_norm, k_norm = (torch.rand(2, head_dim) + 0.5).to(DTYPE)
+        weights = torch.cat((q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1)))
+        qk = qk / (qk.square().mean(-1, keepdim=True) + 0.1).sqrt() * weights
+        norms = (q_norm, k_norm, 0.1)
+    expected = rotated(qk, angles)
+
+    q = kernels.rope_and_cache(qkv, angles.cos(), angles.sin(), KVCache(data), slots, norms)
+
+    keys_cached, values_cached = data.view(2, 48, num_kv_heads, head_dim)
+    assert error(q, expected[:, :num_heads]) < BOUND
+    assert error(keys_cached[slots[written]], expected[written, num_heads:]) < BOUND
+    assert torch.equal(values_cached[slots[written]], values[written])
+    assert data.isnan().sum() == data.numel() - 5 * 2 * num_kv_heads * head_dim
+
+
+# -- attention --
+
+
+def attention(q, kv_cache, metadata, scale, sliding_window=None, soft_cap=None):
+    assert cpu.attends(q, kv_cache, soft_cap)
+    return kernels.attention(q, kv_cache, metadata, scale, sliding_window, soft_cap)
+
+
+@BATCHES
+@HEADS
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("sliding_window", [None, 1, 20, 100])
+def test_attention(batch, heads, head_dim, sliding_window):
+    """What no token sees is NaN."""
+    check_attention(attention, batch, heads, head_dim, *BF16, sliding_window=sliding_window)
+
+
+@pytest.mark.parametrize("block_size", [32, 48, 128])
+def test_attention_block_sizes(block_size):
+    check_attention(attention, MIXED, (4, 2), 64, *BF16, block_size=block_size)
+
+
+@pytest.mark.parametrize("group", [2, 5, 16])
+def test_attention_around_the_edges_of_tiles(group):
+    for sliding_window in (None, 3, 16):
+        for query_len in (1, 2, 17):
+            batch = [(query_len, seq_len) for seq_len in (17, 31, 32, 33, 47, 48, 49, 64, 65)]
+            check_attention(attention, batch, (group, 1), 64, *BF16, sliding_window=sliding_window)
+
+
+def test_attention_of_scores_that_differ_much():
+    q, kv_cache, metadata = random_batch(MIXED, (4, 2), 64, DTYPE)
+    q *= 50
+    out = attention(q, kv_cache, metadata, 1.0)
+    assert error(out, dense_attention(q, kv_cache, metadata, 1.0)) < BOUND
+
+
+@pytest.mark.parametrize("sliding_window", [None, 20])
+def test_attention_is_the_same_in_any_company(sliding_window):
+    """Of a sequence by itself, and of a prompt that is computed in pieces."""
+    q, kv_cache, metadata = random_batch(MIXED, (9, 3), 64, DTYPE)
+    together = attention(q, kv_cache, metadata, 0.125, sliding_window)
+    starts = metadata.query_start_loc.tolist()
+    for i, (query_len, seq_len) in enumerate(MIXED):
+        for piece in (1, 4, 32, query_len):
+            for first in range(0, query_len, piece):
+                last = min(first + piece, query_len)
+                alone = make_metadata(
+                    [(last - first, seq_len - query_len + last)], metadata.block_tables[i : i + 1]
+                )
+                rows = slice(starts[i] + first, starts[i] + last)
+                out = attention(q[rows], kv_cache, alone, 0.125, sliding_window)
+                assert torch.equal(out, together[rows])
+
+
+def test_a_soft_cap_is_left_to_the_twin():
+    q, kv_cache, metadata = random_batch(MIXED, (4, 2), 64, DTYPE, unused=0.0)
+    out = kernels.attention(q, kv_cache, metadata, 0.125, soft_cap=0.8)
+    assert torch.equal(out, reference.attention(q, kv_cache, metadata, 0.125, soft_cap=0.8))
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "options"),
+    [
+        ((4, 2), 64, {"dtype": torch.float32}),
+        ((4, 2), 64, {"cache_dtype": torch.int8}),
+        ((4, 2), 64, {"block_size": 8}),
+        ((4, 2), 80, {}),
+        ((34, 2), 64, {}),
+    ],
+)
+def test_what_else_is_left_to_the_twin(heads, head_dim, options):
+    options = {"dtype": DTYPE, **options}
+    q, kv_cache, metadata = random_batch(MIXED, heads, head_dim, **options, unused=0.0)
+    assert not cpu.attends(q, kv_cache, None)
+    out = kernels.attention(q, kv_cache, metadata, 0.125)
+    assert error(out, dense_attention(q, kv_cache, metadata, 0.125)) < BOUND
+
+
+# -- all layers at once --
+
+TINY = dict(
+    vocab_size=96,
+    hidden_size=96,
+    intermediate_size=160,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=512,
+)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**TINY, attention_bias=True, mlp_bias=True),
+        MistralConfig(**TINY, sliding_window=7),
+        Qwen2Config(**TINY),
+        Qwen3Config(**TINY),
+    ],
+    ids=lambda config: config.model_type,
+)
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_all_layers_in_one_call_are_the_same_to_the_bit(config, bits, tmp_path):
+    make_hf_model(config).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), DTYPE, torch.device("cpu"), weight_bits=bits)
+    decoder = model._decoder
+    for batch in (MIXED, [(1, 40)]):
+        tables = torch.randperm(len(batch) * 32).view(len(batch), 32)
+        metadata = make_metadata(batch, tables)
+        input_ids = torch.randint(96, metadata.slot_mapping.shape)
+        positions = torch.cat([torch.arange(end - length, end) for length, end in batch])
+        seen = torch.randn(3, 2, tables.numel(), 16, 2, 32).to(DTYPE)
+        outputs = []
+        for model._decoder in (decoder, None):
+            caches = [KVCache(data.clone()) for data in seen]
+            hidden = model.forward(input_ids, positions, caches, metadata)
+            outputs.append([hidden, model.compute_logits(hidden), *(data for data, _ in caches)])
+        for at_once, one_by_one in zip(*outputs, strict=True):
+            assert torch.equal(at_once, one_by_one)
+
+
+def test_caches_that_it_can_not_have(tmp_path):
+    make_hf_model(LlamaConfig(**TINY)).save_pretrained(tmp_path)
+    decoder = load_model(str(tmp_path), DTYPE, torch.device("cpu"))._decoder
+    assert decoder.takes(KVCache.empty(1, 16, 2, 32, DTYPE))
+    assert not decoder.takes(KVCache.empty(1, 16, 2, 32, torch.int8))
+    assert not decoder.takes(KVCache.empty(1, 8, 2, 32, DTYPE))
+    assert load_model(str(tmp_path), torch.float32, torch.device("cpu"))._decoder is None
+
+
+# -- threads --
+
+
+def test_each_thread_has_a_core_of_its_own():
+    num_cores = len(os.sched_getaffinity(0))
+    before = torch.get_num_threads()
+
+    def cores_of(num_threads: int) -> set[int]:
+        torch.set_num_threads(num_threads)
+        kernels.bind_threads()
+        return os.sched_getaffinity(0)
+
+    try:
+        for num_threads in (num_cores, num_cores + 1):
+            with ThreadPoolExecutor(1) as pool:
+                cores = pool.submit(cores_of, num_threads).result()
+            assert len(cores) == (1 if num_threads == num_cores else num_cores)
+    finally:
+        torch.set_num_threads(before)
+    assert len(os.sched_getaffinity(0)) == num_cores
+
+
+# -- the library --
+
+
+def test_without_amx():
+    """What processors with AVX2 alone have, on any."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        cpu.library.cache_clear()
+        try:
+            test_kernels_sampling.test_the_function_in_c_draws_what_its_twin_draws("peaked")
+            for num_rows in (1, 5, 49):
+                test_linear(num_rows, (48, 64), DTYPE)
+                for bits in (8, 4):
+                    test_linear_with_rounded_weights(bits, num_rows, (48, 64))
+            test_silu_and_mul()
+            test_attention_around_the_edges_of_tiles(5)
+            test_attention_is_the_same_in_any_company(20)
+        finally:
+            cpu.library.cache_clear()
+
+
+@pytest.fixture
+def unbuilt():
+    cpu.library.cache_clear()
+    yield
+    cpu.library.cache_clear()
+
+
+def test_without_a_compiler(unbuilt, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert cpu.library() is None
+    assert "no C compiler was found" in caplog.text
+    x = torch.randn(3, 64).to(DTYPE)
+    assert torch.equal(kernels.silu_and_mul(x), reference.silu_and_mul(x))
+
+
+def test_with_a_compiler_that_fails(unbuilt, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("CC", "false")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert cpu.library() is None
+    assert "more slowly" in caplog.text
+
+
+def test_built_once(unbuilt, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cpu.library() is not None
+    [built] = (tmp_path / "tritium").iterdir()
+    monkeypatch.setenv("CC", built.with_suffix(".none").as_posix())  # never started: another key
+    cpu.library.cache_clear()
+    assert cpu.library() is None

@@ -1,0 +1,80 @@
+"""rms_norm, add_rms_norm and silu_and_mul: the kernels, interpreted, and the twins, in float64."""
+
+import pytest
+import torch
+
+from tests.interpreter import (  # noqa: F401
+    BF16,
+    FP16,
+    FP32,
+    error,
+    interpreted,
+    interpreter,
+    poisoned_memory,
+)
+from tritium.kernels import reference
+
+with interpreted():
+    from tritium.kernels.cuda import activation, norm
+
+DTYPES = pytest.mark.parametrize(
+    ("dtype", "bound"), [FP32, FP16, BF16], ids=["fp32", "fp16", "bf16"]
+)
+SIZES = pytest.mark.parametrize("size", [1, 33, 576, 1000, 4096, 16384])
+EPS = 1e-5
+
+
+def normalised(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return h / (h.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+@DTYPES
+@SIZES
+@pytest.mark.parametrize("function", [norm.rms_norm, reference.rms_norm])
+def test_rms_norm(function, size, dtype, bound):
+    x, weight = torch.randn(7, size).to(dtype), torch.randn(size).to(dtype)
+    out = function(x, weight, EPS)
+    assert out.dtype == dtype
+    assert error(out, normalised(x.double(), weight)) < bound
+
+
+@DTYPES
+@SIZES
+@pytest.mark.parametrize("function", [norm.add_rms_norm, reference.add_rms_norm])
+def test_add_rms_norm(function, size, dtype, bound):
+    x, residual = torch.randn(2, 7, size).to(dtype)
+    weight = torch.randn(size).to(dtype)
+    expected = x.double() + residual.double()
+    out, overwritten = function(x, residual, weight, EPS)
+    assert out.dtype == overwritten.dtype == dtype
+    assert overwritten is residual
+    assert error(residual, expected) < bound
+    # What was rounded is what is normalised.
+    assert error(out, normalised(residual.double(), weight)) < bound
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 1e4])
+def test_rms_norm_of_rows_of_any_magnitude(scale):
+    """The sum of their squares is out of float16's range."""
+    x, weight = (torch.randn(3, 576) * scale).half(), torch.ones(576).half()
+    out = norm.rms_norm(x, weight, EPS)
+    expected = normalised(x.double(), weight)
+    assert torch.allclose(out.double(), expected, rtol=1e-3, atol=1e-6)
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [1, 33, 1024, 1536, 3000])
+@pytest.mark.parametrize("function", [activation.silu_and_mul, reference.silu_and_mul])
+def test_silu_and_mul(function, size, dtype, bound):
+    gate_up = (torch.randn(7, 2 * size) * 3).to(dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    out = function(gate_up)
+    assert out.dtype == dtype
+    assert error(out, gate / (1 + (-gate).exp()) * up) < bound
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_silu_and_mul_of_large_gates():
+    gate = torch.tensor([-1e4, -200.0, -90.0, 0.0, 90.0, 1e4])
+    out = activation.silu_and_mul(torch.cat((gate, torch.ones(6)))[None])
+    assert out[0].tolist() == pytest.approx([0, 0, 0, 0, 90, 1e4], abs=1e-30)

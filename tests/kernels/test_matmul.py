@@ -1,0 +1,120 @@
+"""The batch-invariant matrix product, interpreted: against float64, and each row in any company."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.interpreter import (  # noqa: F401
+    FP16,
+    FP32,
+    dot_of_rows_alone,
+    error,
+    interpreted,
+    interpreter,
+    poisoned_memory,
+)
+from tritium import kernels
+from tritium.kernels import AttentionMetadata, KVCache
+
+with interpreted():
+    from tritium.kernels.cuda import matmul
+
+DTYPES = pytest.mark.parametrize(("dtype", "bound"), [FP32, FP16], ids=["fp32", "fp16"])
+# (out_features, in_features): of parts of a tile, of one, of several, of several and a part.
+SHAPES = pytest.mark.parametrize("shape", [(1, 1), (64, 64), (192, 576), (130, 200)], ids=str)
+NUM_ROWS = [1, 2, 31, 64, 65, 130]
+
+
+def rows_of(num_rows: int, size: int, dtype: torch.dtype) -> Tensor:
+    """[num_rows, size], with NaN after it in memory."""
+    x = torch.full((num_rows + 64, size), float("nan"), dtype=dtype)
+    x[:num_rows] = torch.randn(num_rows, size)
+    return x[:num_rows]
+
+
+@DTYPES
+@SHAPES
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+def test_matmul(num_rows, shape, dtype, bound):
+    out_features, in_features = shape
+    x, weight = rows_of(num_rows, in_features, dtype), rows_of(out_features, in_features, dtype)
+    bias = torch.randn(out_features).to(dtype)
+    expected = x.double() @ weight.double().T
+    # Of the whole, not of each row, which may be one small difference of large numbers.
+    out = matmul.matmul(x, weight)
+    assert out.dtype == dtype
+    assert error(out.flatten(), expected.flatten()) < bound
+    out = matmul.matmul(x, weight, bias, torch.float32)
+    assert out.dtype == torch.float32
+    assert error(out.flatten(), (expected + bias.double()).flatten()) < FP32[1]
+
+
+def test_tiles_in_groups():
+    """More tiles of rows than a group has, and a last group that is smaller."""
+    x, weight = rows_of(32 * 19 + 5, 40, torch.float32), rows_of(100, 40, torch.float32)
+    assert error(matmul.matmul(x, weight), x.double() @ weight.double().T) < FP32[1]
+
+
+@DTYPES
+@pytest.mark.usefixtures("dot_of_rows_alone")
+def test_a_row_is_the_same_in_any_company(dtype, bound):
+    x, weight = rows_of(max(NUM_ROWS), 200, dtype), rows_of(70, 200, dtype)
+    bias = torch.randn(70).to(dtype)
+    alone = torch.cat([matmul.matmul(row, weight, bias, torch.float32) for row in x.split(1)])
+    for num_rows in NUM_ROWS:
+        for rows in (slice(num_rows), slice(len(x) - num_rows, None)):
+            out = matmul.matmul(x[rows], weight, bias, torch.float32)
+            assert torch.equal(out, alone[rows])
+
+
+def test_bfloat16_is_refused_in_the_interpreter():
+    with pytest.raises(NotImplementedError, match="bfloat16"):
+        matmul.matmul(torch.ones(1, 16).bfloat16(), torch.ones(16, 16).bfloat16())
+
+
+# -- which kernel is launched on a GPU --
+
+
+@pytest.mark.parametrize(
+    ("batch_invariant", "expected"),
+    [
+        (False, ["reference.linear", "decode_attention.decode_attention"]),
+        (True, ["matmul.matmul", "paged_attention.paged_attention"]),
+    ],
+)
+def test_what_a_step_that_decodes_launches(monkeypatch, batch_invariant, expected):
+    """With tensors that only say they are on CUDA."""
+    launched = []
+
+    def record(name: str) -> None:
+        def launch(x: Tensor, *args: object) -> Tensor:
+            launched.append(name)
+            return x
+
+        monkeypatch.setattr(f"tritium.kernels.{name}", launch)
+
+    for name in (
+        "reference.linear",
+        "matmul.matmul",
+        "decode_attention.decode_attention",
+        "paged_attention.paged_attention",
+    ):
+        record(name)
+    with FakeTensorMode():
+        x, weight = torch.empty(3, 64, device="cuda"), torch.empty(4, 64, device="cuda")
+        q = torch.empty(3, 4, 64, device="cuda")
+        kv_cache = KVCache(torch.empty(2, 8, 16, 2, 64, device="cuda"))
+        metadata = AttentionMetadata(
+            query_start_loc=torch.empty(4, device="cuda"),
+            seq_lens=torch.empty(3, device="cuda"),
+            block_tables=torch.empty(3, 2, device="cuda"),
+            slot_mapping=torch.empty(3, device="cuda"),
+            block_size=16,
+            num_decodes=3,
+            max_query_len=1,
+            max_seq_len=32,
+        )
+        kernels.linear(x, weight, batch_invariant=batch_invariant)
+        kernels.attention(q, kv_cache, metadata, 0.125, batch_invariant=batch_invariant)
+    assert launched == expected

@@ -1,0 +1,164 @@
+"""The benchmarks' arithmetic, and what passes between them and a peer."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from tests.helpers import make_sequence
+from tritium.backend.engine.usage import Shares
+from tritium.loadtests.curve import points
+from tritium.loadtests.overhead import Turn, read_turns, turning, verdict
+from tritium.loadtests.peers.closed_loop import stepwise
+from tritium.loadtests.peers.jobs import PeerError, result_of, write_job
+from tritium.loadtests.results import Goal, Ratio, Result, goal_line, load, ratio, save
+from tritium.loadtests.statistics import median_interval
+
+# -- results: rounds and ratios --
+
+
+def result(way: str, round_: int, speed: float, ttft: float = 0.1) -> Result:
+    return Result(
+        way, 8, round=round_, num_tokens=int(speed), seconds=1.0, ttft=[ttft], tpot=[0.01]
+    )
+
+
+GOAL = Goal("ours / theirs", ("uniform", "ours", 8), ("uniform", "theirs", 8), 1.5)
+
+
+def test_a_ratio_is_taken_within_each_round():
+    results = [result("ours", 0, 200), result("ours", 1, 100), result("ours", 2, 300)]
+    results += [result("theirs", 0, 100), result("theirs", 1, 40), result("theirs", 2, 200)]
+    assert ratio(results, GOAL) == (2.0, 1.5, 2.5)
+
+
+def test_a_round_that_one_of_the_cells_lacks_is_in_no_ratio():
+    results = [result("ours", i, 100 * (i + 1)) for i in range(3)] + [result("theirs", 1, 100)]
+    assert ratio(results, GOAL) == (2.0, 2.0, 2.0)
+
+
+def test_what_was_not_measured_has_no_ratio():
+    assert ratio([result("ours", 0, 100)], GOAL) is None
+
+
+def test_times_are_to_be_lower():
+    results = [result("ours", 0, 100, ttft=0.2), result("theirs", 0, 100, ttft=0.1)]
+    goal = GOAL._replace(measure="TTFT", wanted=1.0)
+    reached = ratio(results, goal)
+    assert reached == pytest.approx((2.0, 2.0, 2.0))
+    assert "MISSED" in goal_line(goal, reached)
+    assert "MISSED" not in goal_line(goal, Ratio(0.9, 0.9, 0.9))
+    assert "MISSED" in goal_line(GOAL, Ratio(1.4, 1.4, 1.4))
+
+
+def test_results_survive_their_file(tmp_path):
+    results = [result("ours", 0, 100), result("theirs", 1, 50)]
+    save(tmp_path / "results.json", results)
+    assert load(tmp_path / "results.json") == results
+
+
+# -- what the bill costs --
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def add(self, value: int) -> None:
+        self.told.append(value)
+
+    request_finished = count_totals = update = add
+
+
+def test_turns_are_with_the_bill_and_without(tmp_path):
+    usage, ledger, metrics = (
+        SimpleNamespace(Ledger=Recorder, Metrics=Recorder) for _ in ("usage", "ledger", "metrics")
+    )
+    turning(str(tmp_path / "turns"), usage, ledger, metrics)
+    clock = iter(range(0, 10**6, 5))
+    busy_time = usage.BusyTime(clock=lambda: next(clock))
+    recorders = ledger.Ledger(), metrics.Metrics()
+    sequence = make_sequence()
+    for step in range(4 * 4 + 1):
+        recorders[0].add(step // 4)
+        recorders[1].update(step // 4)
+        busy_time.end_step(Shares([7], [sequence], []))
+    turns = read_turns(tmp_path / "turns")
+    assert turns == [
+        Turn(is_billed, num_sequences=4, work=28, ns=20) for is_billed in (True, False, False, True)
+    ]
+    for recorder in recorders:
+        assert recorder.told == [0] * 4 + [3] * 4 + [4]
+
+
+def test_a_verdict_is_of_pairs():
+    def told(*ratios: float) -> str:
+        pairs = [(Turn(True, 9, round(1000 * r), 5), Turn(False, 9, 1000, 5)) for r in ratios]
+        return verdict([turn for i, pair in enumerate(pairs) for turn in pair[:: (-1) ** i]])
+
+    assert "3 pairs of turns: 1.000 (95 % sure: 0.990 to 1.020; wanted" in told(1.02, 0.99, 1.0)
+    assert "MISSED" not in told(1.02, 0.99, 1.0)
+    assert "0.980" in told(0.98) and "MISSED" in told(0.98)
+
+
+def test_a_median_is_known_by_ranks():
+    assert median_interval([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0)
+    assert median_interval(range(1, 11)) == (5.5, 2, 9)  # 1 - 2 * 11 / 1024 of all cases
+    assert median_interval(range(1, 41)) == (20.5, 14, 27)
+
+
+# -- peers: jobs and answers --
+
+
+def test_a_job_says_what_to_do(tmp_path):
+    write_job(tmp_path / "job.json", {"model": "m"}, {"uniform": [([1, 2], 3)]})
+    job = json.loads((tmp_path / "job.json").read_text())
+    assert job == {"settings": {"model": "m"}, "workloads": {"uniform": [[[1, 2], 3]]}}
+
+
+def test_an_answer_becomes_a_result():
+    answer = json.dumps({"seconds": 2.0, "moments": [[1.0, 1.5, 2.5], [2.0, 2.25, 2.25]]})
+    parsed = result_of(answer, "peer", 8, "uniform", [([1], 3), ([1, 2], 1)])
+    assert parsed.num_tokens == 4
+    assert parsed.tokens_per_second == 2.0
+    assert parsed.ttft == [0.5, 0.25]
+    assert parsed.tpot == [0.5]
+
+
+@pytest.mark.parametrize("answer", ["", "{}", "[]", '{"seconds": 1, "moments": []}', "Warning: x"])
+def test_another_answer_is_an_error(answer):
+    with pytest.raises(PeerError, match="peer answered"):
+        result_of(answer, "peer", 8, "uniform", [([1], 3)])
+
+
+def test_a_closed_loop_keeps_its_concurrency():
+    running: dict[int, int] = {}
+    most = 0
+
+    def add(i, token_ids, num_tokens):
+        running[i] = num_tokens
+
+    def step():
+        nonlocal most
+        most = max(most, len(running))
+        for i in list(running):
+            running[i] -= 1
+            ended = not running[i]
+            if ended:
+                del running[i]
+            yield i, 1, ended
+
+    requests = [([1], n) for n in (3, 1, 2, 5, 1)]
+    moments = stepwise(requests, 2, add, step)
+    assert most == 2
+    assert all(start <= first <= end for start, first, end in moments)
+
+
+# -- the curve --
+
+
+def test_points_are_medians_by_concurrency():
+    results = [result("ours", i, speed) for i, speed in enumerate((100, 300, 200))]
+    [(way, [point])] = points(results).items()
+    assert (way, point.concurrency, point.tokens_per_second) == ("ours", 8, 200)
+    assert point.tpot_p95_ms == pytest.approx(10)

@@ -1,0 +1,1 @@
+"""Tritium: an LLM engine inside NVIDIA Triton Inference Server."""
