@@ -9,8 +9,8 @@ Decoding sequences of 1,024 tokens. Against two steps: of SmolLM2-135M on 2 core
 import statistics
 import time
 
-from tritium.backend.engine.scheduler import ScheduledSequence
-from tritium.backend.engine.sequence import EngineRequest, Sequence
+from tritium.backend.engine.request import EngineRequest
+from tritium.backend.engine.sequence import ScheduledSequence, Sequence
 from tritium.backend.engine.usage import BusyTime
 from tritium.backend.runner.models import ModelConfig
 from tritium.benchmarks.models import LLAMA_3_1_8B

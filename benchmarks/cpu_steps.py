@@ -18,8 +18,8 @@ from rich.table import Table
 
 from tritium.backend.config import EngineConfig
 from tritium.backend.engine.engine import Engine
-from tritium.backend.engine.scheduler import ScheduledSequence
-from tritium.backend.engine.sequence import EngineRequest, SampledToken
+from tritium.backend.engine.request import EngineRequest, SampledToken
+from tritium.backend.engine.sequence import ScheduledSequence
 from tritium.backend.runner.model_runner import ModelRunner
 from tritium.benchmarks.engine_runs import make_engine
 from tritium.benchmarks.models import SMOLLM2

@@ -12,8 +12,8 @@ import torch
 
 from tritium.backend.config import EngineConfig
 from tritium.backend.engine.engine import Engine, Runner
-from tritium.backend.engine.scheduler import ScheduledSequence
-from tritium.backend.engine.sequence import EngineOutput, EngineRequest, SampledToken
+from tritium.backend.engine.request import EngineOutput, EngineRequest, SampledToken
+from tritium.backend.engine.sequence import ScheduledSequence
 
 
 class Work(NamedTuple):

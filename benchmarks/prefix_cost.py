@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 from tritium.backend.config import EngineConfig
 from tritium.backend.engine.engine import Engine
-from tritium.backend.engine.scheduler import ScheduledSequence
-from tritium.backend.engine.sequence import EngineRequest, SampledToken
+from tritium.backend.engine.request import EngineRequest, SampledToken
+from tritium.backend.engine.sequence import ScheduledSequence
 
 NUM_REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS, ROUNDS = 128, 512, 64, 15
 

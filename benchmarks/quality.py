@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tritium.backend.config import EngineConfig
-from tritium.backend.engine.sequence import EngineRequest, SampledToken
+from tritium.backend.engine.request import EngineRequest, SampledToken
 from tritium.backend.front.tokenizer import Tokenizer
 from tritium.backend.runner.model_runner import ModelRunner
 from tritium.backend.runner.models.loader import resolve

@@ -11,7 +11,7 @@ import time
 from typing import NamedTuple
 
 from tritium.backend.config import EngineConfig, SpeculativeConfig
-from tritium.backend.engine.sequence import EngineRequest
+from tritium.backend.engine.request import EngineRequest
 from tritium.backend.front.tokenizer import Tokenizer
 from tritium.backend.runner.model_runner import ModelRunner
 from tritium.backend.runner.models.loader import resolve

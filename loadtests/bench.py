@@ -33,7 +33,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from tritium.backend.config import EngineConfig
 from tritium.backend.engine.engine import Engine, EngineStats
-from tritium.backend.engine.sequence import EngineOutput, EngineRequest
+from tritium.backend.engine.request import EngineOutput, EngineRequest
 from tritium.backend.front.tokenizer import Tokenizer
 from tritium.backend.host.serve import TritonServer
 from tritium.backend.runner.model_runner import ModelRunner

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from tritium.backend.engine.scheduler import ScheduledSequence
-from tritium.backend.engine.sequence import SampledToken
+from tritium.backend.engine.request import SampledToken
+from tritium.backend.engine.sequence import ScheduledSequence
 from tritium.backend.runner.model_runner import ModelRunner
 
 FAILS = 1001  # each step that has a sequence with this seed

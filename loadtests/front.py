@@ -24,8 +24,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from tritium.backend.engine.scheduler import ScheduledSequence
-from tritium.backend.engine.sequence import SampledToken
+from tritium.backend.engine.request import SampledToken
+from tritium.backend.engine.sequence import ScheduledSequence
 from tritium.backend.host.serve import TritonServer
 from tritium.backend.runner.model_runner import ModelRunner
 from tritium.client import GrpcClient

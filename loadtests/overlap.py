@@ -18,8 +18,8 @@ from rich.table import Table
 from tritium.backend.accounts.trace import TraceRequest
 from tritium.backend.config import EngineConfig
 from tritium.backend.engine.engine import Engine, EngineStats
-from tritium.backend.engine.scheduler import ScheduledSequence
-from tritium.backend.engine.sequence import EngineRequest, SampledToken
+from tritium.backend.engine.request import EngineRequest, SampledToken
+from tritium.backend.engine.sequence import ScheduledSequence
 from tritium.loadtests.traces.describe import PrefixCache
 from tritium.loadtests.traces.format import read_trace
 

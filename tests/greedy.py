@@ -6,7 +6,7 @@ import torch
 
 from tests.prompts import NUM_TOKENS
 from tritium.backend.engine.engine import Engine
-from tritium.backend.engine.sequence import EngineRequest
+from tritium.backend.engine.request import EngineRequest
 from tritium.backend.runner.model_runner import ModelRunner
 
 

@@ -7,14 +7,8 @@ from pathlib import Path
 
 from tritium.backend.config import EngineConfig
 from tritium.backend.engine.block_manager import BlockManager
-from tritium.backend.engine.scheduler import ScheduledSequence
-from tritium.backend.engine.sequence import (
-    EngineOutput,
-    EngineRequest,
-    FinishReason,
-    SampledToken,
-    Sequence,
-)
+from tritium.backend.engine.request import EngineOutput, EngineRequest, FinishReason, SampledToken
+from tritium.backend.engine.sequence import ScheduledSequence, Sequence
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -12,15 +12,14 @@ from itertools import count
 from typing import Protocol
 
 from tritium.backend.accounts.ledger import Ledger, RequestRow, TotalsRow
-from tritium.backend.engine.sequence import EngineOutput, Figures
+from tritium.backend.accounts.request_usage import RequestUsage
+from tritium.backend.engine.request import EngineOutput, Figures
 from tritium.backend.engine.usage import Totals
-from tritium.backend.front.output import Usage
-from tritium.backend.front.protocol import GenerationRequest
 
 logger = logging.getLogger("tritium")
 
 _NS_PER_HOUR = 3_600_000_000_000
-_NO_USAGE = Usage(0, 0, 0, 0.0, 0.0, 0.0)
+_NO_USAGE = RequestUsage(0, 0, 0, 0.0, 0.0, 0.0)
 
 
 class Counters(Protocol):
@@ -33,7 +32,7 @@ class Counters(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Bill:
-    """A request's, from its arrival to its row."""
+    """A request's, from its arrival to its row. The front fills in what it knows of it."""
 
     number: int
     request_id: str
@@ -45,14 +44,8 @@ class Bill:
     engine_ids: set[int] = field(default_factory=set)  # of answers that the engine has not ended
     figures: list[Figures] = field(default_factory=list)  # of those that it has
     outcome: str = ""  # set when the front is done
-    usage: Usage = _NO_USAGE
+    usage: RequestUsage = _NO_USAGE
     gaps: list[float] = field(default_factory=list)
-
-    def describe(self, request: GenerationRequest) -> None:
-        self.trace_id = request.trace_id
-        self.business_line = request.business_line
-        self.request_class = request.request_class.name.lower()
-        self.n = request.sampling.n
 
     @property
     def busy_ns(self) -> int:
@@ -114,13 +107,17 @@ class Billing:
         self._write_if_complete(bill)
 
     def close(
-        self, bill: Bill, outcome: str, usage: Usage | None = None, gaps: Iterable[float] = ()
+        self,
+        bill: Bill,
+        outcome: str,
+        usage: RequestUsage | None = None,
+        gaps: Iterable[float] = (),
     ) -> None:
         """The front is done with the request."""
         bill.outcome, bill.usage, bill.gaps = outcome, usage or _NO_USAGE, list(gaps)
         self._write_if_complete(bill)
 
-    def usage(self, bill: Bill, usage: Usage) -> Usage:
+    def usage(self, bill: Bill, usage: RequestUsage) -> RequestUsage:
         """With what the engine has measured, as far as it has ended the answers."""
         figures = bill.figures
         price = self._price_per_hour

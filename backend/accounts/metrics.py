@@ -16,7 +16,7 @@ import triton_python_backend_utils as pb_utils
 
 from tritium.backend.accounts.ledger import RequestRow
 from tritium.backend.engine.engine import EngineStats, StepFigures
-from tritium.backend.engine.sequence import FinishReason, RequestClass
+from tritium.backend.engine.request import FinishReason, RequestClass
 from tritium.backend.engine.usage import Totals
 from tritium.backend.errors import ERRORS, RefusalReason
 

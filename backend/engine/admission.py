@@ -7,7 +7,7 @@ places. Not safe for threads: the engine calls it under its lock. Times are seco
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tritium.backend.engine.sequence import EngineRequest, RequestClass
+from tritium.backend.engine.request import EngineRequest, RequestClass
 from tritium.backend.errors import RefusalReason, Unavailable
 
 _NUM_REMEMBERED = 16  # admissions that the queue's speed is measured by

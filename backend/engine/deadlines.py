@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from tritium.backend.engine.sequence import Deadline, Milestone, Sequence
+from tritium.backend.engine.request import Deadline, Milestone
+from tritium.backend.engine.sequence import Sequence
 
 
 class _Entry(NamedTuple):

@@ -17,15 +17,15 @@ from tritium.backend.config import EngineConfig
 from tritium.backend.engine.admission import Admission
 from tritium.backend.engine.block_manager import BlockManager
 from tritium.backend.engine.prefix_index import Overlap, PrefixIndex
-from tritium.backend.engine.scheduler import Policy, ScheduledSequence, Scheduler
-from tritium.backend.engine.sequence import (
+from tritium.backend.engine.request import (
     EngineOutput,
     EngineRequest,
     FinishReason,
     RequestClass,
     SampledToken,
-    Sequence,
 )
+from tritium.backend.engine.scheduler import Policy, Scheduler
+from tritium.backend.engine.sequence import ScheduledSequence, Sequence
 from tritium.backend.engine.usage import BusyTime, Shares, Totals
 from tritium.backend.errors import InvalidArgument, OutOfMemory, RefusalReason, Unavailable
 

@@ -11,16 +11,14 @@ from tritium.backend.config import SpeculativeConfig
 from tritium.backend.engine.block_manager import BlockManager
 from tritium.backend.engine.deadlines import Deadlines
 from tritium.backend.engine.drafts import Drafts
-from tritium.backend.engine.sequence import (
+from tritium.backend.engine.request import (
     EngineOutput,
     Figures,
     FinishReason,
     RequestClass,
     SampledToken,
-    ScheduledSequence,
-    Sequence,
-    SequenceStatus,
 )
+from tritium.backend.engine.sequence import ScheduledSequence, Sequence, SequenceStatus
 from tritium.backend.engine.waiting_queue import WaitingQueue
 
 # So many steps after one found no memory, the next ones may be twice as large.

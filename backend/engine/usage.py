@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tritium.backend.engine.scheduler import ScheduledSequence
-from tritium.backend.engine.sequence import Figures, Sequence, SequenceStatus
+from tritium.backend.engine.request import Figures
+from tritium.backend.engine.sequence import ScheduledSequence, Sequence, SequenceStatus
 
 _GOOD_FIT = 0.8  # of the variance explained
 

@@ -114,7 +114,9 @@ class Front:
         bill = self._billing.open(request_id)
         try:
             request = parse(inputs, parameters)
-            bill.describe(request)
+            bill.trace_id, bill.business_line = request.trace_id, request.business_line
+            bill.request_class = request.request_class.name.lower()
+            bill.n = request.sampling.n
             self._inputs.check(request)
             # Before anything that takes time, so that a burst costs nothing.
             self._engine.reserve(

@@ -8,7 +8,7 @@ from itertools import count
 from typing import NamedTuple
 
 from tritium.backend.config import EngineConfig
-from tritium.backend.engine.sequence import Deadline, EngineRequest, Milestone, RequestClass
+from tritium.backend.engine.request import Deadline, EngineRequest, Milestone, RequestClass
 from tritium.backend.errors import InvalidArgument
 from tritium.backend.front.output import RequestOutput
 from tritium.backend.front.protocol import GenerationRequest

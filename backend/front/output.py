@@ -8,47 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from tritium.backend.engine.sequence import EngineOutput, FinishReason, SampledToken
+from tritium.backend.accounts.request_usage import RequestUsage
+from tritium.backend.engine.request import EngineOutput, FinishReason, SampledToken
 
 
 class Detokenizer(Protocol):
     def add(self, token_id: int) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What a request used. Times in milliseconds, from the request's arrival."""
-
-    prompt_tokens: int
-    cached_tokens: int  # of the prompt, not computed again
-    output_tokens: int
-    queue_ms: float
-    ttft_ms: float  # time to first token
-    total_ms: float
-    preemptions: int = 0  # how often it was recomputed, to give others its KV blocks
-    # Of the device; added when the engine has ended the request.
-    prefill_ms: float = 0.0
-    decode_ms: float = 0.0
-    recompute_ms: float = 0.0  # after preemption; not billed
-    saved_ms: float = 0.0  # that computing the cached tokens would have taken, estimated
-    kv_block_seconds: float = 0.0
-    peak_kv_bytes: int = 0
-    peak_own_kv_bytes: int = 0  # without what was found in the prefix cache
-    cost: float | None = None  # where the server has a price
-
-    @classmethod
-    def of_samples(cls, usages: list["Usage"]) -> "Usage":
-        """What a request used whose prompt has several answers."""
-        first = usages[0]
-        return cls(
-            first.prompt_tokens,
-            first.cached_tokens,
-            sum(usage.output_tokens for usage in usages),
-            first.queue_ms,
-            min((usage.ttft_ms for usage in usages if usage.output_tokens), default=0.0),
-            max(usage.total_ms for usage in usages),
-            max(usage.preemptions for usage in usages),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +24,7 @@ class Delta:
     tokens: list[SampledToken]
     cumulative_logprob: float  # of all tokens so far
     finish_reason: FinishReason | None = None
-    usage: Usage | None = None  # with the finish reason
+    usage: RequestUsage | None = None  # with the finish reason
     prompt_logprobs: list[SampledToken] | None = None  # of the prompt; with the first delta
 
 
@@ -158,13 +123,13 @@ class RequestOutput:
         self._has_ended = self.finish_reason is not None
         return delta
 
-    def usage(self) -> Usage:
+    def usage(self) -> RequestUsage:
         """What the answer has used so far."""
 
         def since_arrival(moment: float) -> float:
             return round((moment - self._arrival_time) * 1e3, 3) if moment else 0.0
 
-        return Usage(
+        return RequestUsage(
             prompt_tokens=self._num_prompt_tokens,
             cached_tokens=self._num_cached_tokens,
             output_tokens=self._num_output_tokens,

@@ -18,9 +18,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from tritium.backend.accounts.billing import Bill, Billing
+from tritium.backend.accounts.request_usage import RequestUsage
 from tritium.backend.accounts.trace import Captured, TraceWriter
 from tritium.backend.engine.engine import Engine, EngineStats, StepFigures
-from tritium.backend.engine.sequence import EngineOutput, EngineRequest, FinishReason, RequestClass
+from tritium.backend.engine.request import EngineOutput, EngineRequest, FinishReason, RequestClass
 from tritium.backend.engine.usage import Totals
 from tritium.backend.errors import (
     Cancelled,
@@ -29,7 +30,7 @@ from tritium.backend.errors import (
     RequestError,
     Unavailable,
 )
-from tritium.backend.front.output import RequestOutput, Usage
+from tritium.backend.front.output import RequestOutput
 from tritium.backend.front.protocol import GenerationRequest, response_tensors
 from tritium.backend.front.tokenizer import Tokenizer
 
@@ -212,10 +213,10 @@ class OutputThread:
         live.responder.send(tensors, final)
         live.has_sent = True
 
-    def _end(self, live: LiveRequest, reason: FinishReason | None) -> Usage:
+    def _end(self, live: LiveRequest, reason: FinishReason | None) -> RequestUsage:
         self._forget(live)
         answers = live.outputs.values()
-        usage = Usage.of_samples([answer.usage() for answer in answers])
+        usage = RequestUsage.of_samples([answer.usage() for answer in answers])
         gaps = [gap for answer in answers for gap in answer.gaps]
         self._billing.close(live.bill, str(reason), usage, gaps)
         if self._trace:

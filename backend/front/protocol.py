@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from tritium.backend.engine.sequence import RequestClass, SampledToken
+from tritium.backend.accounts.request_usage import RequestUsage
+from tritium.backend.engine.request import RequestClass, SampledToken
 from tritium.backend.errors import InvalidArgument, Unsupported
-from tritium.backend.front.output import Delta, Usage
+from tritium.backend.front.output import Delta
 from tritium.backend.front.sampling_params import SamplingParams
 from tritium.backend.front.structured_params import StructuredOutputs
 from tritium.backend.front.tools import Tools, parse_tools
@@ -177,7 +178,7 @@ def response_tensors(
     request: GenerationRequest,
     deltas: list[Delta],
     num_input_tokens: int,
-    usage: Usage | None,
+    usage: RequestUsage | None,
     tokenizer: TokenDecoder,
 ) -> dict[str, np.ndarray]:
     """The output tensors of one response: the texts, and what the request asked for beside them.

@@ -4,8 +4,8 @@ import logging
 import time
 from typing import NamedTuple
 
-from tritium.backend.engine.scheduler import ScheduledSequence
-from tritium.backend.engine.sequence import EngineRequest, Sequence
+from tritium.backend.engine.request import EngineRequest
+from tritium.backend.engine.sequence import ScheduledSequence, Sequence
 from tritium.backend.engine.usage import DEFAULT_WEIGHTS, MeasuredStep, Weights, fit
 from tritium.backend.runner.model_runner import ModelRunner
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tritium.backend.config import ConfigError, EngineConfig
-from tritium.backend.engine.scheduler import ScheduledSequence
-from tritium.backend.engine.sequence import EngineRequest, SampledToken, Sequence
+from tritium.backend.engine.request import EngineRequest, SampledToken
+from tritium.backend.engine.sequence import ScheduledSequence, Sequence
 from tritium.backend.errors import OutOfMemory
 from tritium.backend.runner.cuda_graphs import DecodeGraphs
 from tritium.backend.runner.models import LlamaModel, load_model

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tritium import kernels
-from tritium.backend.engine.sequence import EngineRequest, SampledToken, Sequence, TokenLogprobs
+from tritium.backend.engine.request import EngineRequest, SampledToken, TokenLogprobs
+from tritium.backend.engine.sequence import Sequence
 
 # As in vLLM: dividing by less makes infinities.
 _GREEDY_BELOW = 1e-5

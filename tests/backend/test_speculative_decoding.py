@@ -6,7 +6,7 @@ from tests.conftest import FLOAT32
 from tests.greedy import SmallerRunner
 from tritium.backend.config import SpeculativeConfig
 from tritium.backend.engine.engine import Engine
-from tritium.backend.engine.sequence import EngineRequest, FinishReason, SampledToken
+from tritium.backend.engine.request import EngineRequest, FinishReason, SampledToken
 from tritium.backend.runner.model_runner import ModelRunner
 from tritium.kernels import cpu
 

@@ -7,12 +7,12 @@ import pytest
 
 from tritium.backend.accounts.billing import Bill, Billing
 from tritium.backend.accounts.ledger import RequestRow, TotalsRow
-from tritium.backend.engine.sequence import EngineOutput, Figures, FinishReason
+from tritium.backend.accounts.request_usage import RequestUsage
+from tritium.backend.engine.request import EngineOutput, Figures, FinishReason
 from tritium.backend.engine.usage import Totals
-from tritium.backend.front.output import Usage
 from tritium.backend.host.logs import JsonFormatter
 
-USAGE = Usage(10, 0, 5, 1.0, 2.0, 3.0)
+USAGE = RequestUsage(10, 0, 5, 1.0, 2.0, 3.0)
 TOTALS = Totals(
     busy=100, idle=0, open=7, warmup=0, preemption=0, fault=0, overrun=0, block_ns=0, is_quiet=True
 )

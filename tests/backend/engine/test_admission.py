@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers import make_request
 from tritium.backend.engine.admission import Admission
-from tritium.backend.engine.sequence import RequestClass
+from tritium.backend.engine.request import RequestClass
 from tritium.backend.errors import RefusalReason, Unavailable
 
 INTERACTIVE, OFFLINE = RequestClass

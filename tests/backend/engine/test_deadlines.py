@@ -2,7 +2,7 @@
 
 from tests.helpers import make_sequence
 from tritium.backend.engine.deadlines import Deadlines
-from tritium.backend.engine.sequence import Deadline, Milestone
+from tritium.backend.engine.request import Deadline, Milestone
 
 
 def missed(deadlines, now, sequences):

@@ -12,7 +12,7 @@ import pytest
 from tests.helpers import Collector, CountingRunner, make_config, make_request
 from tritium.backend.config import SpeculativeConfig
 from tritium.backend.engine.engine import Engine
-from tritium.backend.engine.sequence import (
+from tritium.backend.engine.request import (
     Deadline,
     EngineOutput,
     FinishReason,

@@ -8,15 +8,15 @@ from tests.helpers import make_sequence
 from tritium.backend.config import RepetitionDetection, SpeculativeConfig
 from tritium.backend.engine.block_manager import BlockManager
 from tritium.backend.engine.repetition import ends_in_loop
-from tritium.backend.engine.scheduler import Policy, ScheduledSequence, Scheduler
-from tritium.backend.engine.sequence import (
+from tritium.backend.engine.request import (
     Deadline,
     FinishReason,
     Milestone,
     RequestClass,
     SampledToken,
-    SequenceStatus,
 )
+from tritium.backend.engine.scheduler import Policy, Scheduler
+from tritium.backend.engine.sequence import ScheduledSequence, SequenceStatus
 
 CONTENT = 7  # the token that every step samples, unless a test says otherwise
 

@@ -22,8 +22,7 @@ from hypothesis.stateful import (
 
 from tritium.backend.config import SpeculativeConfig
 from tritium.backend.engine.block_manager import BlockManager
-from tritium.backend.engine.scheduler import Policy, ScheduledSequence, Scheduler
-from tritium.backend.engine.sequence import (
+from tritium.backend.engine.request import (
     Deadline,
     EngineOutput,
     EngineRequest,
@@ -31,8 +30,9 @@ from tritium.backend.engine.sequence import (
     Milestone,
     RequestClass,
     SampledToken,
-    Sequence,
 )
+from tritium.backend.engine.scheduler import Policy, Scheduler
+from tritium.backend.engine.sequence import ScheduledSequence, Sequence
 
 VOCAB_SIZE = 8
 SALTS = (b"", b"red", b"blue")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.helpers import Collector, CountingRunner, make_config, make_request
 from tritium.backend.config import SpeculativeConfig
 from tritium.backend.engine.engine import Engine
-from tritium.backend.engine.scheduler import ScheduledSequence
-from tritium.backend.engine.sequence import Figures, FinishReason, SampledToken
+from tritium.backend.engine.request import Figures, FinishReason, SampledToken
+from tritium.backend.engine.sequence import ScheduledSequence
 from tritium.backend.engine.usage import (
     DEFAULT_WEIGHTS,
     BusyTime,

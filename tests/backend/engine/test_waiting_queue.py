@@ -1,7 +1,7 @@
 """The order of those who wait."""
 
 from tests.helpers import make_sequence
-from tritium.backend.engine.sequence import RequestClass
+from tritium.backend.engine.request import RequestClass
 from tritium.backend.engine.waiting_queue import WaitingQueue
 
 OFFLINE = {"request_class": RequestClass.OFFLINE}

@@ -2,8 +2,9 @@
 
 import pytest
 
-from tritium.backend.engine.sequence import EngineOutput, FinishReason, SampledToken, TokenLogprobs
-from tritium.backend.front.output import RequestOutput, Usage
+from tritium.backend.accounts.request_usage import RequestUsage
+from tritium.backend.engine.request import EngineOutput, FinishReason, SampledToken, TokenLogprobs
+from tritium.backend.front.output import RequestOutput
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
@@ -232,7 +233,7 @@ def test_usage():
     clock.now = 102.0
     output.add(EngineOutput(0, tokens(1), LENGTH, **common))
     clock.now = 103.0
-    assert output.take().usage == Usage(
+    assert output.take().usage == RequestUsage(
         prompt_tokens=7,
         cached_tokens=4,
         output_tokens=2,
@@ -248,7 +249,7 @@ def test_usage_of_what_never_left_the_queue():
     output = make_output([], clock=clock)
     clock.now = 100.5
     output.add(EngineOutput(0, [], FinishReason.SHUTDOWN))
-    assert output.take().usage == Usage(
+    assert output.take().usage == RequestUsage(
         prompt_tokens=3, cached_tokens=0, output_tokens=0, queue_ms=0.0, ttft_ms=0.0, total_ms=500.0
     )
 
@@ -269,8 +270,8 @@ def test_a_hidden_stop_token_counts_as_a_token():
 
 
 def test_usage_of_several_answers():
-    a, b = Usage(7, 4, 2, 1.0, 20.0, 30.0, 1), Usage(7, 7, 5, 3.0, 25.0, 60.0, 2)
-    assert Usage.of_samples([a, b]) == Usage(7, 4, 7, 1.0, 20.0, 60.0, 2)
+    a, b = RequestUsage(7, 4, 2, 1.0, 20.0, 30.0, 1), RequestUsage(7, 7, 5, 3.0, 25.0, 60.0, 2)
+    assert RequestUsage.of_samples([a, b]) == RequestUsage(7, 4, 7, 1.0, 20.0, 60.0, 2)
 
 
 # -- blanks --

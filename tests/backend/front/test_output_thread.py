@@ -9,7 +9,7 @@ from tests.backend.front.test_structured import NoMetrics
 from tests.conftest import SMOLLM2
 from tritium.backend.accounts.billing import Billing
 from tritium.backend.config import EngineConfig
-from tritium.backend.engine.sequence import EngineOutput, SampledToken
+from tritium.backend.engine.request import EngineOutput, SampledToken
 from tritium.backend.front.input_processor import Arrival, InputProcessor
 from tritium.backend.front.output_thread import LiveRequest, OutputThread
 from tritium.backend.front.protocol import parse

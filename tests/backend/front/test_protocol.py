@@ -6,9 +6,10 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from tritium.backend.engine.sequence import FinishReason, RequestClass, SampledToken, TokenLogprobs
+from tritium.backend.accounts.request_usage import RequestUsage
+from tritium.backend.engine.request import FinishReason, RequestClass, SampledToken, TokenLogprobs
 from tritium.backend.errors import InvalidArgument, RequestError, Unsupported
-from tritium.backend.front.output import Delta, Usage
+from tritium.backend.front.output import Delta
 from tritium.backend.front.protocol import (
     INPUTS,
     OUTPUTS,
@@ -351,7 +352,7 @@ def test_refusals_can_be_sent_as_utf8(parameters):
 
 # -- responses --
 
-USAGE = Usage(
+USAGE = RequestUsage(
     prompt_tokens=3, cached_tokens=0, output_tokens=2, queue_ms=0.5, ttft_ms=12.0, total_ms=30.0
 )
 TOKENS = [

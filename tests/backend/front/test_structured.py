@@ -18,7 +18,7 @@ import torch
 from tests.helpers import Collector, make_config, make_request, make_sequence
 from tritium.backend.accounts.billing import Billing
 from tritium.backend.engine.engine import Engine
-from tritium.backend.engine.sequence import FinishReason
+from tritium.backend.engine.request import FinishReason
 from tritium.backend.errors import InvalidArgument, RequestError, Unsupported
 from tritium.backend.front import structured
 from tritium.backend.front.front import Front

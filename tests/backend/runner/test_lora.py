@@ -14,7 +14,7 @@ from tests.backend.runner.test_models import TINY, make_hf_model
 from tests.helpers import Collector
 from tritium.backend.config import ConfigError, EngineConfig
 from tritium.backend.engine.engine import Engine
-from tritium.backend.engine.sequence import EngineRequest
+from tritium.backend.engine.request import EngineRequest
 from tritium.backend.runner.model_runner import ModelRunner
 from tritium.backend.runner.models import LlamaModel, ModelConfig
 from tritium.backend.runner.models.lora import PackedLora, add_lora

@@ -12,8 +12,8 @@ from tests.conftest import SMOLLM2
 from tests.helpers import Collector
 from tritium.backend.config import ConfigError, EngineConfig, SpeculativeConfig
 from tritium.backend.engine.engine import Engine
-from tritium.backend.engine.scheduler import ScheduledSequence
-from tritium.backend.engine.sequence import EngineRequest, Sequence
+from tritium.backend.engine.request import EngineRequest
+from tritium.backend.engine.sequence import ScheduledSequence, Sequence
 from tritium.backend.engine.speculative import NgramProposer
 from tritium.backend.engine.usage import DEFAULT_WEIGHTS, MeasuredStep, Weights
 from tritium.backend.runner import calibration

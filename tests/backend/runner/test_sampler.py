@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.helpers import make_sequence
-from tritium.backend.engine.sequence import SampledToken, Sequence
+from tritium.backend.engine.request import SampledToken
+from tritium.backend.engine.sequence import Sequence
 from tritium.backend.runner.sampler import Sampler, make_keys
 from tritium.kernels import reference
 
