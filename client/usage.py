@@ -88,7 +88,7 @@ class Report:
         for row in ledger.select(f"{names}, {_SUMS}", "requests", f"GROUP BY {names}"):
             name, sums = tuple(row)[: len(by)], tuple(row)[len(by) :]
             groups.setdefault(name, Line(name)).add(Line(name, *sums))
-        accounts = {account: 0 for account in (*ACCOUNTS, "busy", "idle")}
+        accounts = dict.fromkeys((*ACCOUNTS, "busy", "idle"), 0)
         for _, of_server in ledger.by_server():
             for account, ns in _accounts(of_server).items():
                 accounts[account] += ns
@@ -128,7 +128,7 @@ def _without_name(line: Line) -> dict[str, Any]:
 
 def _accounts(ledger: Ledger) -> dict[str, int]:
     """Where a server's time went between its first totals and the last ones."""
-    accounts = {account: 0 for account in (*ACCOUNTS, "busy", "idle")}
+    accounts = dict.fromkeys((*ACCOUNTS, "busy", "idle"), 0)
     behind = ""
     if ends := ledger.ends():
         first, last = ends

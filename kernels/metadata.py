@@ -49,15 +49,20 @@ class KVCache(NamedTuple):
     def check(self, x: Tensor) -> None:
         """Asserts what the kernels take for granted beside queries, keys or values x [.., dim]."""
         data, scales = self
-        assert data.dim() == 5 and data.shape[0] == 2 and data.shape[4] == x.shape[-1]
-        assert data.is_contiguous() and data.device == x.device
+        assert data.dim() == 5
+        assert data.shape[0] == 2
+        assert data.shape[4] == x.shape[-1]
+        assert data.is_contiguous()
+        assert data.device == x.device
         assert x.dtype in (torch.float32, torch.float16, torch.bfloat16)
         if scales is None:
             assert data.dtype == x.dtype
             return
         assert data.dtype in QUANTISED_MAX
-        assert scales.shape == data.shape[:-1] and scales.dtype == torch.float32
-        assert scales.is_contiguous() and scales.device == x.device
+        assert scales.shape == data.shape[:-1]
+        assert scales.dtype == torch.float32
+        assert scales.is_contiguous()
+        assert scales.device == x.device
         if data.dtype == torch.float8_e4m3fn and x.is_cuda:
             capability = torch.cuda.get_device_capability(x.device)
             assert capability >= (8, 9), (

@@ -71,7 +71,8 @@ class GrammarState:
         Those that end the answer are among them where it is whole. Where a limit of the library
         is reached they are the only ones; then `accept()` says False.
         """
-        assert masks.dtype == np.int32 and masks.flags.c_contiguous
+        assert masks.dtype == np.int32
+        assert masks.flags.c_contiguous
         pairs = [(state._matcher, row) for state, row in zip(states, rows, strict=True)]
         _executor().unsafe_compute_mask_ptr(pairs, masks.ctypes.data, masks.strides[0], len(masks))
 

@@ -257,7 +257,8 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dt
     """See `kernels.linear`."""
     x = x.contiguous()
     m, k, n = len(x), weight.in_features, weight.out_features
-    assert x.shape[1] == k and dtype in (torch.bfloat16, torch.float32)
+    assert x.shape[1] == k
+    assert dtype in (torch.bfloat16, torch.float32)
     out = x.new_empty(m, n, dtype=dtype)
     _library().linear(
         x.data_ptr(),
@@ -309,7 +310,9 @@ def rope_and_cache(
     """See `kernels.rope_and_cache`."""
     num_kv_heads, dim = kv_cache.data.shape[-2:]
     n, num_heads = len(qkv), qkv.shape[1] - 2 * num_kv_heads
-    assert qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+    assert qkv.is_contiguous()
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
     q = qkv.new_empty(n, num_heads, dim)
     q_norm, k_norm, eps = qk_norm or (None, None, 0.0)
     _library().rope_and_cache(
@@ -376,7 +379,8 @@ def sample(logits: Tensor, sampling: SamplingTensors | None) -> Tensor:
     if sampling:
         for name, column in sampling._asdict().items():
             if isinstance(column, Tensor):
-                assert column.is_contiguous() and len(column) == n
+                assert column.is_contiguous()
+                assert len(column) == n
                 setattr(arguments, name, column.data_ptr())
     _library().sample(ctypes.byref(arguments))
     return tokens

@@ -31,7 +31,8 @@ def silu_and_mul(
     n, both = gate_up.shape
     size = both // 2
 
-    assert both == 2 * size and size > 0
+    assert both == 2 * size
+    assert size > 0
     assert gate_up.dtype in (torch.float32, torch.float16, torch.bfloat16)
     assert gate_up.is_contiguous()
 

@@ -55,18 +55,23 @@ def add_rms_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.add_rms_norm`."""
-    assert residual.shape == x.shape and residual.is_contiguous()
-    assert residual.dtype == x.dtype and residual.device == x.device
+    assert residual.shape == x.shape
+    assert residual.is_contiguous()
+    assert residual.dtype == x.dtype
+    assert residual.device == x.device
     return _launch(x, residual, weight, eps), residual
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     n, size = x.shape
 
-    assert weight.shape == (size,) and 0 < size <= 16384
-    assert x.is_contiguous() and weight.is_contiguous()
+    assert weight.shape == (size,)
+    assert 0 < size <= 16384
+    assert x.is_contiguous()
+    assert weight.is_contiguous()
     assert x.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    assert x.dtype == weight.dtype and x.device == weight.device
+    assert x.dtype == weight.dtype
+    assert x.device == weight.device
 
     out = torch.empty_like(x)
     block = triton.next_power_of_2(size)

@@ -320,15 +320,19 @@ def check(
 
     kv_cache.check(q)
     assert q.stride()[1:] == (head_dim, 1)
-    assert num_heads > 0 and num_heads % num_kv_heads == 0
-    assert head_dim % 16 == 0 and head_dim <= 256
-    assert block_size >= 16 and block_size & (block_size - 1) == 0
+    assert num_heads > 0
+    assert num_heads % num_kv_heads == 0
+    assert head_dim % 16 == 0
+    assert head_dim <= 256
+    assert block_size >= 16
+    assert block_size & (block_size - 1) == 0
     assert block_size == metadata.block_size
     assert metadata.block_tables.shape[0] == num_seqs
     assert metadata.query_start_loc.shape == (num_seqs + 1,)
     assert all(t.dtype == torch.int32 and t.stride(-1) == 1 for t in tables)
     assert all(t.device == q.device for t in tables)
-    assert scale > 0 and (sliding_window is None or sliding_window > 0)
+    assert scale > 0
+    assert sliding_window is None or sliding_window > 0
     assert soft_cap is None or soft_cap > 0
     if INTERPRETED and q.dtype == torch.bfloat16 and kv_cache.data.dtype != torch.float8_e4m3fn:
         raise NotImplementedError("Triton-lang's interpreter computes tl.dot of bfloat16 wrongly")

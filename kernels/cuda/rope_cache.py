@@ -118,9 +118,11 @@ def rope_and_cache(
     norms = [norm for norm in (q_norm, k_norm) if norm is not None]
 
     kv_cache.check(qkv)
-    assert num_heads > 0 and head_dim % 16 == 0
+    assert num_heads > 0
+    assert head_dim % 16 == 0
     assert cos.shape == sin.shape == (num_tokens, half)
-    assert slot_mapping.shape == (num_tokens,) and slot_mapping.dtype == torch.int64
+    assert slot_mapping.shape == (num_tokens,)
+    assert slot_mapping.dtype == torch.int64
     assert cos.dtype == sin.dtype == torch.float32
     assert all(norm.shape == (head_dim,) and norm.dtype == qkv.dtype for norm in norms)
     assert all(t.is_contiguous() for t in (qkv, cos, sin, slot_mapping, *norms))

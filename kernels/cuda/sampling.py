@@ -394,11 +394,14 @@ def sample(
 def _check_logits(logits: Tensor) -> tuple[int, int]:
     """[num_rows, vocab_size]"""
     num_rows, vocab_size = logits.shape
-    assert logits.dtype == torch.float32 and logits.is_contiguous()
+    assert logits.dtype == torch.float32
+    assert logits.is_contiguous()
     return num_rows, vocab_size
 
 
 def _check(logits: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *tensors: Tensor) -> None:
     for tensor in tensors:
-        assert tensor.shape == shape and tensor.dtype == dtype
-        assert tensor.is_contiguous() and tensor.device == logits.device
+        assert tensor.shape == shape
+        assert tensor.dtype == dtype
+        assert tensor.is_contiguous()
+        assert tensor.device == logits.device

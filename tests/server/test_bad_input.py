@@ -17,7 +17,7 @@ def error_of(server, text, **options):
 
 
 @pytest.mark.parametrize(
-    "text, tensors, words",
+    ("text", "tensors", "words"),
     [
         (None, {}, ["text_input", "messages"]),
         (PROMPT, {"messages": MESSAGES}, ["both", "text_input", "messages"]),
@@ -42,7 +42,7 @@ def test_tensors(server, text, tensors, words):
 
 
 @pytest.mark.parametrize(
-    "sampling, words",
+    ("sampling", "words"),
     [
         ("{broken", ["sampling_parameters", "JSON"]),
         ("[1, 2]", ["sampling_parameters", "object"]),
@@ -104,7 +104,7 @@ def check_broken_body(server, model, endpoint, body, words):
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("body, words", BROKEN_BODIES)
+@pytest.mark.parametrize(("body", "words"), BROKEN_BODIES)
 @pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
 def test_broken_text_through_http(server, endpoint, body, words):
     check_broken_body(server, "smollm2", endpoint, body, words)
@@ -115,7 +115,8 @@ def test_half_a_character_inside_of_sampling_parameters(server, sampling):
     body = {"text_input": PROMPT, "sampling_parameters": sampling}
     status, message = server.http("models/smollm2/generate", body)
     assert status == 400
-    assert "sampling_parameters" in message and "lone surrogate" in message
+    assert "sampling_parameters" in message
+    assert "lone surrogate" in message
 
 
 @pytest.mark.parametrize("tensors", [{"image": "aGk="}, {"embedding_request": "{}"}])
@@ -150,7 +151,8 @@ def test_prompts_around_max_model_len(server, tokenizer, over):
     else:
         status, message = error_of(server, text)
         assert status == "INVALID_ARGUMENT"
-        assert str(8192 + over) in message and "8192" in message
+        assert str(8192 + over) in message
+        assert "8192" in message
 
 
 def test_a_prompt_of_2_mb(server):
@@ -164,7 +166,9 @@ def test_what_can_never_fit_in_the_kv_cache(server):
         server, " hello" * 450, model="cramped", sampling={"max_tokens": 100}
     )
     assert status == "INVALID_ARGUMENT"
-    assert "KV cache" in message and "549" in message and "512" in message
+    assert "KV cache" in message
+    assert "549" in message
+    assert "512" in message
 
 
 def test_a_tensor_of_the_wrong_type(server):

@@ -69,7 +69,8 @@ def test_optional_outputs_come_when_asked_for(server, stream, logprobs, flags):
         assert sum(counts) == 8
     if "return_cumulative_logprob" in flags:
         sums = [response.tensors["cumulative_logprob"].item() for response in responses]
-        assert sums == sorted(sums, reverse=True) and sums[-1] < 0
+        assert sums == sorted(sums, reverse=True)
+        assert sums[-1] < 0
     if "return_logprobs" in flags:
         per_response = [json.loads(response.string("logprobs")) for response in responses]
         if logprobs is None:
@@ -245,4 +246,5 @@ def test_decoupled_models_need_a_stream(server):
         "models/smollm2/infer",
         {"inputs": [{"name": "text_input", "shape": [1], "datatype": "BYTES", "data": [PROMPT]}]},
     )
-    assert status >= 400 and "decoupled" in body
+    assert status >= 400
+    assert "decoupled" in body

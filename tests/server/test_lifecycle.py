@@ -87,7 +87,7 @@ def test_a_stream_that_runs_while_its_model_is_unloaded_is_completed(server, rep
 
 
 @pytest.mark.parametrize(
-    "parameters, words",
+    ("parameters", "words"),
     [
         ({"max_num_seqs": 0}, ["max_num_seqs", "0"]),
         ({"max_num_seqs": "many"}, ["max_num_seqs", "many"]),

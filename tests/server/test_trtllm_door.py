@@ -236,7 +236,8 @@ def test_errors_through_http(server):
     body = {"text_input": PROMPT, "max_tokens": 8, "temprature": 1}
     status, message = server.http("models/ensemble/generate", body)
     assert status == 400
-    assert "temprature" in message and "temperature" in message
+    assert "temprature" in message
+    assert "temperature" in message
     _, message = server.http("models/ensemble/generate", {"max_tokens": 8})
     assert "text_input" in message
 
@@ -343,7 +344,7 @@ def test_a_door_is_a_small_process(server):
     assert door.memory_info().rss < 80 * 2**20
 
 
-@pytest.mark.parametrize("body, words", BROKEN_BODIES)
+@pytest.mark.parametrize(("body", "words"), BROKEN_BODIES)
 @pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
 def test_broken_text_through_http(server, endpoint, body, words):
     check_broken_body(server, "ensemble", endpoint, body, words)

@@ -474,7 +474,7 @@ def test_a_step_that_fails_ends_the_running_requests_only(start):
     engine.stop(0)
     assert collector.reasons == {0: [ERROR], 1: [ERROR], 2: [LENGTH], 3: [LENGTH]}
     errors = {o.request_id: o.error for o in collector.outputs if o.error}
-    assert errors == {i: "the engine's step failed: boom" for i in (0, 1)}
+    assert errors == dict.fromkeys((0, 1), "the engine's step failed: boom")
     assert_idle(engine)
 
 

@@ -130,10 +130,12 @@ def test_a_draft_that_succeeds_ends_the_pauses():
     proposer = make_proposer()
     for _ in range(4):
         proposer.observe(10, 0)
-    assert proposer.is_paused(17) and not proposer.is_paused(18)
+    assert proposer.is_paused(17)
+    assert not proposer.is_paused(18)
     proposer.observe(20, 1)
     proposer.observe(30, 0)
-    assert proposer.is_paused(30) and not proposer.is_paused(31)
+    assert proposer.is_paused(30)
+    assert not proposer.is_paused(31)
 
 
 # -- configuration --

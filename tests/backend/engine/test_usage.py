@@ -386,7 +386,9 @@ def test_noise_gives_no_weights():
 def test_no_weight_is_negative():
     steps = [MeasuredStep(n, n, n, 1000 * n - 10) for n in range(1, 9)]
     found = fit(steps)
-    assert found and min(found) >= 0 and found.token >= 1
+    assert found
+    assert min(found) >= 0
+    assert found.token >= 1
 
 
 # -- neutrality --

@@ -344,7 +344,8 @@ def test_masks_of_several_answers_at_once(compiler, tokenizer):
 def test_a_token_that_does_not_fit(compiler, tokenizer):
     state = compile_form(compiler, regex="a+").start()
     assert not state.accept(tokenizer.encode("z")[0])
-    assert '"z"' in state.error and "\n" not in state.error
+    assert '"z"' in state.error
+    assert "\n" not in state.error
     assert not state.is_complete
     assert not state.accept(tokenizer.encode("a")[0])
 
@@ -792,7 +793,8 @@ def test_a_form_that_is_refused_takes_no_place(front):
     for i in range(30):  # more than there are places
         client = ask(front, structured_outputs={"regex": f"[{i}-"})
         assert client.ended.wait(30)
-        assert client.error and client.error.code == "INVALID_ARG"
+        assert client.error
+        assert client.error.code == "INVALID_ARG"
         assert f"'[{i}-'" in str(client.error)
     assert answer(ask(front, structured_outputs={"choice": ["yes"]})) == "yes"
 
@@ -800,7 +802,8 @@ def test_a_form_that_is_refused_takes_no_place(front):
 def test_a_form_that_nothing_fits_is_the_caller_s_fault(front):
     client = ask(front, structured_outputs={"regex": "[0-9]+"}, allowed_token_ids=[400])
     assert client.ended.wait(30)
-    assert client.error and client.error.code == "INVALID_ARG"
+    assert client.error
+    assert client.error.code == "INVALID_ARG"
     assert str(client.error).startswith("sampling parameter 'structured_outputs': the answer")
 
 

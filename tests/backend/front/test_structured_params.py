@@ -46,7 +46,8 @@ def refusal(**parameters) -> str:
 )
 def test_the_ways_to_demand_a_form(parameters, demand):
     form = demanded(**parameters)
-    assert form and form.demand == demand
+    assert form
+    assert form.demand == demand
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,9 @@ def test_details():
             "disable_fallback": True,
         }
     )
-    assert form and form.disable_any_whitespace and form.whitespace_pattern == " ?"
+    assert form
+    assert form.disable_any_whitespace
+    assert form.whitespace_pattern == " ?"
 
 
 def test_a_list_of_choices_may_be_text():

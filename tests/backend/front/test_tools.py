@@ -23,7 +23,8 @@ NAMED = json.dumps({"type": "function", "function": {"name": "weather"}})
 
 
 def schema(tools: Tools | None) -> dict:
-    assert tools and tools.form
+    assert tools
+    assert tools.form
     name, text = tools.form.demand
     assert name == "json"
     return json.loads(text)
@@ -36,7 +37,8 @@ def fits(answer, schema: dict) -> bool:
 @pytest.mark.parametrize("choice", ["", "auto"])
 def test_the_model_may_choose(choice):
     tools = parse_tools(TOOLS, choice)
-    assert tools and tools.functions == [WEATHER, STOP]
+    assert tools
+    assert tools.functions == [WEATHER, STOP]
     assert tools.form is None
 
 
@@ -156,7 +158,8 @@ def test_a_conversation_with_calls():
         {"role": "tool", "tool_call_id": "1", "content": "sunny"},
     ]
     parsed = request(messages=messages).messages
-    assert parsed and parsed[1]["tool_calls"][0]["function"]["arguments"] == {"city": 1}
+    assert parsed
+    assert parsed[1]["tool_calls"][0]["function"]["arguments"] == {"city": 1}
 
 
 @pytest.mark.parametrize(

@@ -301,7 +301,8 @@ def test_weights_are_measured_where_the_model_stands(model, monkeypatch):
     monkeypatch.setattr(calibration, "fit", fit)
     assert calibration.measure_weights(runner, 8, 128) == (3, 2, 1)
     positions = min(runner.num_blocks * runner.block_size, TINY["max_position_embeddings"])
-    assert seen and all(step.duration > 0 for step in seen)
+    assert seen
+    assert all(step.duration > 0 for step in seen)
     assert MeasuredStep(8, 8, 8, seen[1].duration) == seen[1]
     assert max(step.num_tokens for step in seen) <= min(128, positions)
     assert generate(config, runner) == expected  # what it left in the cache is not found
