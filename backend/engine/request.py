@@ -3,9 +3,10 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
+from annotated_types import Ge, Gt, Le, Lt
 
 from tritium.backend.config import RepetitionDetection
 
@@ -83,32 +84,47 @@ class Grammar(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """The sampling parameters that reach the engine as the client sent them.
+
+    Names, bounds and meanings are vLLM's. The front checks the bounds (`SamplingParams`, which
+    inherits these fields) and copies all of them into the engine's request; a parameter that needs
+    no translation is declared here alone.
+    """
+
+    min_tokens: Annotated[int, Ge(0)] = 0  # tokens to sample before a stop token may follow
+    temperature: Annotated[float, Ge(0), Le(100)] = 1.0  # 0: greedy
+    top_k: Annotated[int, Ge(-1)] = 0  # 0 and -1: all tokens
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    min_p: Annotated[float, Ge(0), Le(1)] = 0.0
+    # Of tokens in prompt or output; CTRL (Keskar et al., 2019).
+    repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = 1.0
+    # Subtracted from the logits of tokens in the output, once; and once per occurrence.
+    presence_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
+    frequency_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
+    # Within its class, a waiting request with a smaller one is admitted first.
+    priority: Annotated[int, Ge(-(2**31)), Lt(2**31)] = 0
+
+
 @dataclass(frozen=True, slots=True)
-class EngineRequest:
+class EngineRequest(SamplingOptions):
     """What the front hands to the engine. Plain data but for `grammar`, already validated."""
 
     request_id: int
     prompt_token_ids: Seq[int]  # at least one
     max_tokens: int  # at least 1
-    min_tokens: int = 0  # so many are sampled before one of stop_token_ids can be
     stop_token_ids: frozenset[int] = frozenset()
-    temperature: float = 0.0  # 0: greedy
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: float = field(default=0.0, kw_only=True)  # greedy where no client decides
     seed: int = 0  # of 64 bits; the random number of a token depends on (seed, position) alone
     num_logprobs: int | None = None  # None: none; 0: the chosen token's; k: the top k as well
     num_prompt_logprobs: int | None = None  # the same for the prompt's tokens but the first
-    repetition_penalty: float = 1.0  # of tokens in prompt or output; CTRL (Keskar et al., 2019)
-    presence_penalty: float = 0.0  # taken off the logits of tokens in the output
-    frequency_penalty: float = 0.0  # the same, times how often they are there
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
     allowed_token_ids: tuple[int, ...] = ()  # none: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that never stand in this order
     grammar: Grammar | None = None  # that the answer has to obey
     repetition_detection: RepetitionDetection | None = None
     request_class: RequestClass = RequestClass.INTERACTIVE
-    priority: int = 0  # within its class, who waits with a smaller one is admitted first
     deadlines: tuple[Deadline, ...] = ()
     fork_of: int | None = None  # an earlier request, no fork, with this prompt: they share its KV
     speculative: bool = False  # whether draft tokens may be tried, where the engine has any

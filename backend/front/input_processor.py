@@ -3,12 +3,18 @@
 import math
 import random
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import count
 from typing import NamedTuple
 
 from tritium.backend.config import EngineConfig
-from tritium.backend.engine.request import Deadline, EngineRequest, Milestone, RequestClass
+from tritium.backend.engine.request import (
+    Deadline,
+    EngineRequest,
+    Milestone,
+    RequestClass,
+    SamplingOptions,
+)
 from tritium.backend.errors import InvalidArgument
 from tritium.backend.front.output import RequestOutput
 from tritium.backend.front.protocol import GenerationRequest
@@ -127,6 +133,7 @@ class InputProcessor:
         lora = sampling.lora_name or ""
         scope = request.business_line if self._config.prefix_cache_scope == "line" else ""
         seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
+        passed_on = {field.name: getattr(sampling, field.name) for field in fields(SamplingOptions)}
         first = EngineRequest(
             request_id=next(self._request_ids),
             prompt_token_ids=prompt_token_ids,
@@ -135,18 +142,10 @@ class InputProcessor:
                 self._config.max_output_tokens,
                 self._max_model_len - len(prompt_token_ids),
             ),
-            min_tokens=sampling.min_tokens,
             stop_token_ids=frozenset(stop_token_ids),
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
             seed=seed,
             num_logprobs=num_logprobs,
             num_prompt_logprobs=sampling.prompt_logprobs,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
             logit_bias=tuple(sampling.logit_bias.items()),
             allowed_token_ids=tuple(sampling.allowed_token_ids or ()),
             bad_words=tuple(
@@ -157,7 +156,6 @@ class InputProcessor:
             grammar=grammar,
             repetition_detection=detection,
             request_class=request.request_class,
-            priority=sampling.priority,
             deadlines=self._deadlines(request, arrival),
             speculative=self._speculates(sampling.speculative),
             lora=lora,
@@ -165,6 +163,7 @@ class InputProcessor:
             # So is the adapter, whose KV is no other's.
             cache_salt=f"{len(scope)}:{scope}{len(lora)}:{lora}{request.cache_salt}".encode(),
             cache_scope=scope,
+            **passed_on,
         )
         forks = [
             replace(

@@ -1,32 +1,38 @@
-"""Sampling parameters as callers send them: names and meanings are vLLM's, checked by pydantic."""
+"""Sampling parameters as clients send them: names and meanings are vLLM's, checked by pydantic."""
 
+from dataclasses import fields
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+)
+from pydantic.dataclasses import dataclass
 
 from tritium.backend.config import RepetitionDetection
+from tritium.backend.engine.request import SamplingOptions
 from tritium.backend.errors import InvalidArgument, Unsupported
 from tritium.backend.front.structured_params import StructuredOutputs, take_structured_outputs
 
-_NOT_YET = frozenset(["best_of"])
-# What these mean when they change nothing, so that clients which send defaults are served.
-_HARMLESS = {"best_of": 1}
+# Parameters of vLLM that this server does not support, and the value of each that changes nothing:
+# clients that send defaults are served.
+_UNSUPPORTED = {"best_of": 1}
 
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str | int) and not isinstance(value, bool) else value
 
 
-def _none_as_empty(value: Any) -> Any:
+def _none_as_empty_list(value: Any) -> Any:
     return [] if value is None else value
 
 
-def _none_as_nothing(value: Any) -> Any:
+def _none_as_empty_dict(value: Any) -> Any:
     return {} if value is None else value
-
-
-Int = Annotated[int, BeforeValidator(lambda v: _refuse_bool(v))]
-Float = Annotated[float, BeforeValidator(lambda v: _refuse_bool(v))]
 
 
 def _refuse_bool(value: Any) -> Any:
@@ -35,44 +41,50 @@ def _refuse_bool(value: Any) -> Any:
     return value
 
 
-class SamplingParams(BaseModel):
+_Int = Annotated[int, BeforeValidator(_refuse_bool)]
+_Float = Annotated[float, BeforeValidator(_refuse_bool)]
+_Strings = Annotated[list[str], BeforeValidator(_as_list), BeforeValidator(_none_as_empty_list)]
+_TokenIds = Annotated[list[_Int], BeforeValidator(_as_list), BeforeValidator(_none_as_empty_list)]
+_Biases = Annotated[dict[_Int, _Float], BeforeValidator(_none_as_empty_dict)]
+
+_PASSED_NUMBERS = [field.name for field in fields(SamplingOptions)]  # pydantic takes true as 1
+
+
+@dataclass(
+    frozen=True, kw_only=True, slots=True, config=ConfigDict(extra="forbid", allow_inf_nan=False)
+)
+class SamplingParams(SamplingOptions):
     """How a request's tokens are chosen and when it ends.
 
-    Numbers and booleans may come as strings, as JSON clients of vLLM's backend send them.
+    The fields here are those that the front acts on or translates for the engine; those of
+    `SamplingOptions` reach the engine unchanged. Numbers and booleans may come as strings, as JSON
+    clients of vLLM's backend send them.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    n: Int = Field(1, ge=1)
-    temperature: Float = Field(1.0, ge=0, le=100)  # 0: greedy
-    top_k: Int = Field(0, ge=-1)  # 0 and -1: all tokens
-    top_p: Float = Field(1.0, gt=0, le=1)
-    min_p: Float = Field(0.0, ge=0, le=1)
-    presence_penalty: Float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: Float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: Float = Field(1.0, ge=0.01, le=100)
-    logit_bias: Annotated[dict[Int, Float], BeforeValidator(_none_as_nothing)] = {}
-    allowed_token_ids: list[Int] | None = Field(None, min_length=1)
-    bad_words: Annotated[list[str], BeforeValidator(_as_list), BeforeValidator(_none_as_empty)] = []
-    seed: Int | None = Field(None, ge=-(2**63), lt=2**64)
-    max_tokens: Int | None = Field(None, ge=1)  # None: the server's default_max_tokens
-    min_tokens: Int = Field(0, ge=0)
-    stop: Annotated[list[str], BeforeValidator(_as_list), BeforeValidator(_none_as_empty)] = []
-    stop_token_ids: Annotated[
-        list[Int], BeforeValidator(_as_list), BeforeValidator(_none_as_empty)
-    ] = []
+    n: _Int = Field(1, ge=1)
+    logit_bias: _Biases = Field(default_factory=dict)
+    allowed_token_ids: list[_Int] | None = Field(None, min_length=1)
+    bad_words: _Strings = Field(default_factory=list)
+    seed: _Int | None = Field(None, ge=-(2**63), lt=2**64)
+    max_tokens: _Int | None = Field(None, ge=1)  # None: the server's default_max_tokens
+    stop: _Strings = Field(default_factory=list)
+    stop_token_ids: _TokenIds = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logprobs: Int | None = Field(None, ge=0, le=20)  # the top so many, plus the chosen token
-    prompt_logprobs: Int | None = Field(None, ge=0, le=20)  # the same for the prompt
+    logprobs: _Int | None = Field(None, ge=0, le=20)  # how many top tokens beside the chosen one
+    prompt_logprobs: _Int | None = Field(None, ge=0, le=20)  # likewise, for the prompt
     skip_special_tokens: bool = True
-    truncate_prompt_tokens: Int | None = Field(None, ge=-1)  # the last so many; -1: what fits
+    truncate_prompt_tokens: _Int | None = Field(None, ge=-1)  # keep the last ones; -1: what fits
     lora_name: str | None = None  # the adapter; None: the base model
-    priority: Int = Field(0, ge=-(2**31), lt=2**31)  # smaller ones are admitted first
     structured_outputs: StructuredOutputs | None = None  # also guided_decoding, response_format
     repetition_detection: RepetitionDetection | None = None  # None: the server's
     speculative: bool | None = None  # ours: whether drafts are tried; None: the server's default
     trim_blanks: bool | None = None  # ours: no blanks at the end of the answer; None: the server's
+
+    @field_validator(*_PASSED_NUMBERS, mode="before")
+    @classmethod
+    def _refuse_bool(cls, value: Any) -> Any:
+        return _refuse_bool(value)
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> "SamplingParams":
@@ -80,19 +92,19 @@ class SamplingParams(BaseModel):
 
         Raises:
             InvalidArgument: a parameter is unknown or has an impossible value; names it.
-            Unsupported: a parameter of vLLM's that this server does not act on yet.
+            Unsupported: a parameter of vLLM's that this server does not support yet.
         """
         values = dict(values)
         values["structured_outputs"] = take_structured_outputs(values)
         for name, value in list(values.items()):
-            if name in _NOT_YET:
-                if value is not None and _number(value) != _HARMLESS.get(name):
+            if name in _UNSUPPORTED:
+                if value is not None and _number(value) != _UNSUPPORTED[name]:
                     raise Unsupported(f"sampling parameter '{name}' is not supported yet")
                 del values[name]
-            elif value is None:  # JSON null: as if it were not there
+            elif value is None:  # JSON null: as if it were absent
                 del values[name]
         try:
-            params = cls.model_validate(values)
+            params = _ADAPTER.validate_python(values)
         except ValidationError as error:
             raise InvalidArgument(_explain(error)) from None
         if any(not stop for stop in params.stop):
@@ -112,6 +124,9 @@ class SamplingParams(BaseModel):
         return params
 
 
+_ADAPTER = TypeAdapter(SamplingParams)
+
+
 def _number(value: Any) -> Any:
     try:
         return float(value)
@@ -122,8 +137,8 @@ def _number(value: Any) -> Any:
 def _explain(error: ValidationError) -> str:
     details = error.errors()[0]
     name = "".join(map(str, details["loc"][:1]))
-    if details["type"] == "extra_forbidden" and len(details["loc"]) == 1:
-        known = ", ".join(sorted(SamplingParams.model_fields))
+    if details["type"] == "unexpected_keyword_argument":
+        known = ", ".join(sorted(field.name for field in fields(SamplingParams)))
         return f"unknown sampling parameter '{name}'; known are: {known}"
     reason = details["msg"].removeprefix("Value error, ")
     return f"sampling parameter '{name}': {details['input']!r:.100} is not allowed. {reason}"

@@ -13,25 +13,30 @@ import numpy as np
 
 from tritium.backend.errors import InvalidArgument, Unsupported
 
-# (name, type, dims): all inputs are optional, and each has a batch dimension of 1 in front.
+# Inputs that are sampling parameters: (name, type, dims, vLLM's name). Of two with the same meaning
+# the later one counts.
+_SAMPLING_INPUTS = (
+    ("max_tokens", "TYPE_INT32", [1], "max_tokens"),
+    ("stop_words", "TYPE_STRING", [-1], "stop"),
+    ("bad_words", "TYPE_STRING", [-1], "bad_words"),
+    ("top_k", "TYPE_INT32", [1], "top_k"),
+    ("top_p", "TYPE_FP32", [1], "top_p"),
+    ("temperature", "TYPE_FP32", [1], "temperature"),
+    ("repetition_penalty", "TYPE_FP32", [1], "repetition_penalty"),
+    ("presence_penalty", "TYPE_FP32", [1], "presence_penalty"),
+    ("frequency_penalty", "TYPE_FP32", [1], "frequency_penalty"),
+    ("min_tokens", "TYPE_INT32", [1], "min_tokens"),
+    ("min_length", "TYPE_INT32", [1], "min_tokens"),  # the older name of min_tokens
+    ("random_seed", "TYPE_UINT64", [1], "seed"),  # the older name of seed
+    ("seed", "TYPE_UINT64", [1], "seed"),
+)
+# (name, type, dims): all inputs are optional; each has a leading batch dimension of 1.
 INPUTS = (
     ("text_input", "TYPE_STRING", [1]),
-    ("max_tokens", "TYPE_INT32", [1]),
-    ("stop_words", "TYPE_STRING", [-1]),
-    ("bad_words", "TYPE_STRING", [-1]),
+    *((name, data_type, dims) for name, data_type, dims, _ in _SAMPLING_INPUTS),
     ("end_id", "TYPE_INT32", [1]),
     ("pad_id", "TYPE_INT32", [1]),  # has no effect: nothing is padded
-    ("top_k", "TYPE_INT32", [1]),
-    ("top_p", "TYPE_FP32", [1]),
-    ("temperature", "TYPE_FP32", [1]),
-    ("length_penalty", "TYPE_FP32", [1]),  # has no effect: it is of beam search
-    ("repetition_penalty", "TYPE_FP32", [1]),
-    ("presence_penalty", "TYPE_FP32", [1]),
-    ("frequency_penalty", "TYPE_FP32", [1]),
-    ("min_tokens", "TYPE_INT32", [1]),
-    ("min_length", "TYPE_INT32", [1]),  # what min_tokens was called before
-    ("seed", "TYPE_UINT64", [1]),
-    ("random_seed", "TYPE_UINT64", [1]),  # what seed was called before
+    ("length_penalty", "TYPE_FP32", [1]),  # has no effect: belongs to beam search
     ("beam_width", "TYPE_INT32", [1]),
     ("num_return_sequences", "TYPE_INT32", [1]),
     ("stream", "TYPE_BOOL", [1]),
@@ -56,22 +61,6 @@ OUTPUTS = (
     ("num_output_tokens", "TYPE_INT32", [1]),
 )
 
-# Inputs that are sampling parameters, and what vLLM calls them.
-_SAMPLING = {
-    "max_tokens": "max_tokens",
-    "stop_words": "stop",
-    "bad_words": "bad_words",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "temperature": "temperature",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "min_tokens": "min_tokens",
-    "min_length": "min_tokens",
-    "random_seed": "seed",
-    "seed": "seed",
-}
 _WORDS = ("stop_words", "bad_words")
 _GUIDES = {"json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
 _COUNTS = ("num_input_tokens", "num_output_tokens")
@@ -168,7 +157,7 @@ def _sampling(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Sampling parameters by vLLM's names, and what the client called those named otherwise."""
     sampling, names = dict(settings), {}
-    for ours, theirs in _SAMPLING.items():
+    for ours, _, _, theirs in _SAMPLING_INPUTS:
         if ours in inputs:
             value = _strings(inputs, ours) if ours in _WORDS else _number(inputs, ours)
             if value != []:
