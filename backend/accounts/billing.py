@@ -1,66 +1,90 @@
-"""Joins what the front knows of a request with what the engine has measured: its bill.
+"""Bills: joins what the front knows about a request with what the engine measured.
 
-A bill is complete when the front is done with the request and the engine with all of its answers,
-whichever comes last. Then it goes to the metrics, the ledger and, where wanted, the log.
+A bill is complete once the front is done with the request and the engine has ended all of its
+sequences. Its row then goes to the metrics, the ledger and, if configured, the log.
 """
 
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Protocol
 
-from tritium.backend.accounts.ledger import Ledger, RequestRow, TotalsRow
-from tritium.backend.accounts.request_usage import RequestUsage
-from tritium.backend.engine.request import EngineOutput, Figures
-from tritium.backend.engine.usage import Totals
+from tritium.backend.accounts.ledger import Ledger, TotalsRow
+from tritium.backend.accounts.request_usage import AnswerUsage, RequestRow
+from tritium.backend.engine.request import EngineOutput, SequenceUsage
+from tritium.backend.engine.usage import DeviceTotals
 
 logger = logging.getLogger("tritium")
 
-_NS_PER_HOUR = 3_600_000_000_000
-_NO_USAGE = RequestUsage(0, 0, 0, 0.0, 0.0, 0.0)
-
 
 class Counters(Protocol):
-    """Counts for those who watch."""
+    """Counts for the metrics."""
 
     def request_finished(self, row: RequestRow, gaps: list[float]) -> None: ...
 
-    def count_totals(self, totals: Totals) -> None: ...
+    def count_totals(self, totals: DeviceTotals) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class Bill:
-    """A request's, from its arrival to its row. The front fills in what it knows of it."""
+    """An open bill: from a request's arrival until its row is written."""
 
     number: int
     request_id: str
     arrival: float  # seconds since 1970
+
+    # -- set by the front, as soon as it has read the request --
     trace_id: str = ""
     business_line: str = ""
     request_class: str = ""
     n: int = 1
-    engine_ids: set[int] = field(default_factory=set)  # of answers that the engine has not ended
-    figures: list[Figures] = field(default_factory=list)  # of those that it has
-    outcome: str = ""  # set when the front is done
-    usage: RequestUsage = _NO_USAGE
-    gaps: list[float] = field(default_factory=list)
 
-    @property
-    def busy_ns(self) -> int:
-        return sum(f.prefill_ns + f.decode_ns for f in self.figures)
+    # -- set by Billing --
+    engine_ids: set[int] = field(default_factory=set)  # sequences that have not ended
+    device: SequenceUsage = field(
+        default_factory=SequenceUsage
+    )  # sum over the sequences that have ended
+    outcome: str = ""  # "": the front is not done
+    answers: AnswerUsage = field(default_factory=AnswerUsage)
+    gaps: list[float] = field(default_factory=list)  # seconds between tokens
+
+    def row(self, server: str) -> RequestRow:
+        device = self.device
+        return RequestRow(
+            key=f"{server}/{self.number}",
+            request_id=self.request_id,
+            trace_id=self.trace_id,
+            business_line=self.business_line,
+            request_class=self.request_class,
+            arrival=self.arrival,
+            outcome=self.outcome,
+            n=self.n,
+            **self.answers._asdict(),
+            prefill_ns=device.prefill_ns,
+            decode_ns=device.decode_ns,
+            recompute_ns=device.recompute_ns,
+            saved_ns=device.saved_ns,
+            kv_block_seconds=device.block_seconds,
+            peak_blocks=device.peak_blocks,
+            peak_own_blocks=device.peak_own_blocks,
+            preemptions=device.num_preemptions,
+        )
 
 
 class Billing:
-    """Collects bills. All but `open` and `close` of what never ran is for the output thread.
+    """Collects bills.
+
+    The output thread calls everything except `open`, `submitted`, `withdrawn`, and `close` for a
+    request that never reached the engine.
 
     Args:
         metrics: Counts each request.
-        ledger: Keeps each request, if there is one.
-        block_bytes: Of one block of the KV cache.
-        price_per_hour: Of the device; None: bills have no cost.
-        logs_requests: Whether each request is a line of the log.
+        ledger: Stores each request's row; None: rows are not stored.
+        block_bytes: Size of a KV block.
+        price_per_hour: Price of the device; None: usage has no cost.
+        logs_requests: Whether each request is written to the log.
     """
 
     def __init__(
@@ -78,8 +102,8 @@ class Billing:
         self._logs_requests = logs_requests
         self._server = ledger.server if ledger else ""
         self._numbers = count()
-        self._running: dict[int, Bill] = {}  # by the engine's request ids
-        self._unwritten: set[Bill] = set()  # those with figures
+        self._running: dict[int, Bill] = {}  # by the engine's request id
+        self._unwritten: set[Bill] = set()  # bills without a row of which a sequence has ended
 
     def open(self, request_id: str) -> Bill:
         return Bill(next(self._numbers), request_id, time.time())
@@ -90,19 +114,19 @@ class Billing:
             self._running[engine_id] = bill
 
     def withdrawn(self, bill: Bill) -> None:
-        """The engine has not taken it."""
+        """The engine has refused the request."""
         for engine_id in bill.engine_ids:
             del self._running[engine_id]
         bill.engine_ids.clear()
 
     def engine_ended(self, output: EngineOutput) -> None:
-        """To be called for all last outputs, in their order, before they are answered."""
+        """Take in a sequence's last output; call it in the engine's order, before answering."""
         bill = self._running.pop(output.request_id, None)
-        if bill is None:  # never: but the thread that calls serves all
+        if bill is None:  # must not happen, and must not end the output thread
             logger.error(f"no bill for the engine's request {output.request_id}")
             return
         bill.engine_ids.remove(output.request_id)
-        bill.figures.append(output.figures)
+        bill.device = SequenceUsage.total([bill.device, output.usage])
         self._unwritten.add(bill)
         self._write_if_complete(bill)
 
@@ -110,31 +134,19 @@ class Billing:
         self,
         bill: Bill,
         outcome: str,
-        usage: RequestUsage | None = None,
+        answers: AnswerUsage | None = None,
         gaps: Iterable[float] = (),
     ) -> None:
-        """The front is done with the request."""
-        bill.outcome, bill.usage, bill.gaps = outcome, usage or _NO_USAGE, list(gaps)
+        """The front is done with the request; without `answers` it never ran."""
+        bill.outcome, bill.answers, bill.gaps = outcome, answers or AnswerUsage(), list(gaps)
         self._write_if_complete(bill)
 
-    def usage(self, bill: Bill, usage: RequestUsage) -> RequestUsage:
-        """With what the engine has measured, as far as it has ended the answers."""
-        figures = bill.figures
-        price = self._price_per_hour
-        return replace(
-            usage,
-            prefill_ms=_ms(f.prefill_ns for f in figures),
-            decode_ms=_ms(f.decode_ns for f in figures),
-            recompute_ms=_ms(f.recompute_ns for f in figures),
-            saved_ms=_ms(f.saved_ns for f in figures),
-            kv_block_seconds=round(sum(f.block_seconds for f in figures), 6),
-            peak_kv_bytes=sum(f.peak_blocks for f in figures) * self._block_bytes,
-            peak_own_kv_bytes=sum(f.peak_own_blocks for f in figures) * self._block_bytes,
-            cost=None if price is None else bill.busy_ns / _NS_PER_HOUR * price,
-        )
+    def usage(self, bill: Bill) -> dict[str, float | None]:
+        """The `usage` output; complete once the engine has ended all of the sequences."""
+        return bill.row(self._server).usage(self._block_bytes, self._price_per_hour)
 
-    def totals(self, totals: Totals) -> None:
-        """To be called before what the engine ended after them."""
+    def totals(self, totals: DeviceTotals) -> None:
+        """Take in the engine's totals; call it before `engine_ended` for anything later."""
         self._metrics.count_totals(totals)
         if not self._ledger:
             return
@@ -143,7 +155,7 @@ class Billing:
                 time=time.time(),
                 busy_ns=totals.busy,
                 idle_ns=totals.idle,
-                open_ns=totals.open + sum(bill.busy_ns for bill in self._unwritten),
+                open_ns=totals.open + sum(bill.device.busy_ns for bill in self._unwritten),
                 warmup_ns=totals.warmup,
                 preemption_ns=totals.preemption,
                 fault_ns=totals.fault,
@@ -157,41 +169,9 @@ class Billing:
         if bill.engine_ids or not bill.outcome:
             return
         self._unwritten.discard(bill)
-        row = _row(bill, self._server)
+        row = bill.row(self._server)
         self._metrics.request_finished(row, bill.gaps)
         if self._ledger:
             self._ledger.add(row)
         if self._logs_requests:
             logger.info("request ended", extra={"fields": asdict(row)})
-
-
-def _ms(durations: Iterable[int]) -> float:
-    return round(sum(durations) / 1e6, 3)
-
-
-def _row(bill: Bill, server: str) -> RequestRow:
-    figures, usage = bill.figures, bill.usage
-    return RequestRow(
-        key=f"{server}/{bill.number}",
-        request_id=bill.request_id,
-        trace_id=bill.trace_id,
-        business_line=bill.business_line,
-        request_class=bill.request_class,
-        arrival=bill.arrival,
-        outcome=bill.outcome,
-        n=bill.n,
-        prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.cached_tokens,
-        output_tokens=usage.output_tokens,
-        queue_ms=usage.queue_ms,
-        ttft_ms=usage.ttft_ms,
-        total_ms=usage.total_ms,
-        prefill_ns=sum(f.prefill_ns for f in figures),
-        decode_ns=sum(f.decode_ns for f in figures),
-        recompute_ns=sum(f.recompute_ns for f in figures),
-        saved_ns=sum(f.saved_ns for f in figures),
-        kv_block_seconds=sum(f.block_seconds for f in figures),
-        peak_blocks=sum(f.peak_blocks for f in figures),
-        peak_own_blocks=sum(f.peak_own_blocks for f in figures),
-        preemptions=sum(f.num_preemptions for f in figures),
-    )

@@ -18,6 +18,7 @@ from contextlib import closing
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
+from tritium.backend.accounts.request_usage import RequestRow
 from tritium.backend.engine.usage import Weights
 
 logger = logging.getLogger("tritium")
@@ -27,39 +28,6 @@ _COMMIT_SECONDS = 0.5
 _RETRY_SECONDS = 60  # after a new file could not be begun
 _MAX_PENDING = 100_000  # rows kept while the file can't be written; then the oldest are lost
 _SQL_TYPES = {int: "INTEGER", float: "REAL", str: "TEXT"}
-
-
-@dataclass(frozen=True, slots=True)
-class RequestRow:
-    """A request that has ended, however it did."""
-
-    key: str  # of this row, in all ledgers: "<server>/<number>"
-    request_id: str  # its client's, "": none
-    trace_id: str  # of W3C's traceparent, "": none
-    business_line: str
-    request_class: str
-    arrival: float  # seconds since 1970
-    outcome: str  # a finish reason or an error's code
-    n: int  # answers to the prompt
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    queue_ms: float
-    ttft_ms: float
-    total_ms: float
-    prefill_ns: int
-    decode_ns: int
-    recompute_ns: int
-    saved_ns: int
-    kv_block_seconds: float
-    peak_blocks: int
-    peak_own_blocks: int
-    preemptions: int
-
-    @property
-    def busy_ns(self) -> int:
-        """What is billed."""
-        return self.prefill_ns + self.decode_ns
 
 
 @dataclass(frozen=True, slots=True)

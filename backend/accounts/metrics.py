@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import triton_python_backend_utils as pb_utils
 
-from tritium.backend.accounts.ledger import RequestRow
-from tritium.backend.engine.engine import EngineStats, StepFigures
+from tritium.backend.accounts.request_usage import RequestRow
+from tritium.backend.engine.engine import EngineStats, StepRecord
 from tritium.backend.engine.request import FinishReason, RequestClass
-from tritium.backend.engine.usage import Totals
+from tritium.backend.engine.usage import DeviceTotals
 from tritium.backend.errors import ERRORS, RefusalReason
 
 logger = logging.getLogger("tritium")
@@ -130,7 +130,7 @@ class Metrics:
         if self._thread:
             self._later(self._tokenized.increment, 1)
 
-    def count_totals(self, totals: Totals) -> None:
+    def count_totals(self, totals: DeviceTotals) -> None:
         """Count where the device's time went that is on no request's bill."""
         if not self._thread:
             return
@@ -139,7 +139,7 @@ class Metrics:
             self._later(counter.increment, (value - self._counted.get(account, 0)) / 1e9)
             self._counted[account] = value
 
-    def update(self, stats: EngineStats, steps: list[StepFigures]) -> None:
+    def update(self, stats: EngineStats, steps: list[StepRecord]) -> None:
         """Set the gauges; called a few times a second, since `set` holds the GIL.
 
         Args:
@@ -309,7 +309,7 @@ class Metrics:
                 saved.Metric(labels=labels),
                 {kind: tokens.Metric(labels={**labels, "kind": kind}) for kind in _KINDS},
             )
-        # By what `Totals` calls them.
+        # By what `DeviceTotals` calls them.
         self._accounts = {
             name: busy.Metric(labels={**self._labels, "business_line": f"_{name}"})
             for name in ("warmup", "preemption", "fault", "overrun", "idle")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from tritium.backend.accounts.request_usage import RequestUsage
+from tritium.backend.accounts.request_usage import AnswerUsage
 from tritium.backend.engine.request import EngineOutput, FinishReason, SampledToken
 
 
@@ -24,7 +24,6 @@ class Delta:
     tokens: list[SampledToken]
     cumulative_logprob: float  # of all tokens so far
     finish_reason: FinishReason | None = None
-    usage: RequestUsage | None = None  # with the finish reason
     prompt_logprobs: list[SampledToken] | None = None  # of the prompt; with the first delta
 
 
@@ -73,7 +72,6 @@ class RequestOutput:
         self._num_output_tokens = 0
         self._num_prompt_tokens = num_prompt_tokens
         self._num_cached_tokens = 0
-        self._num_preemptions = 0
         self._clock = clock
         self._arrival_time = clock() if arrival_time is None else arrival_time
         self._scheduled_time = 0.0
@@ -88,7 +86,6 @@ class RequestOutput:
         if self.finish_reason:
             return
         self._num_cached_tokens = output.num_cached_tokens
-        self._num_preemptions = output.num_preemptions
         self._scheduled_time = output.scheduled_time
         if not self._num_output_tokens:
             self._prompt_logprobs = output.prompt_logprobs
@@ -116,27 +113,25 @@ class RequestOutput:
             self._tokens,
             self._cumulative_logprob,
             self.finish_reason,
-            self.usage() if self.finish_reason else None,
             self._prompt_logprobs,
         )
         self._text, self._tokens, self._prompt_logprobs = "", [], None
         self._has_ended = self.finish_reason is not None
         return delta
 
-    def usage(self) -> RequestUsage:
+    def usage(self) -> AnswerUsage:
         """What the answer has used so far."""
 
         def since_arrival(moment: float) -> float:
             return round((moment - self._arrival_time) * 1e3, 3) if moment else 0.0
 
-        return RequestUsage(
+        return AnswerUsage(
             prompt_tokens=self._num_prompt_tokens,
             cached_tokens=self._num_cached_tokens,
             output_tokens=self._num_output_tokens,
             queue_ms=since_arrival(self._scheduled_time),
             ttft_ms=since_arrival(self._first_token_time),
             total_ms=since_arrival(self._clock()),
-            preemptions=self._num_preemptions,
         )
 
     def _add_token(self, token: SampledToken, hidden: bool) -> None:

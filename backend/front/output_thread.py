@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from tritium.backend.accounts.billing import Bill, Billing
-from tritium.backend.accounts.request_usage import RequestUsage
+from tritium.backend.accounts.request_usage import AnswerUsage
 from tritium.backend.accounts.trace import Captured, TraceWriter
-from tritium.backend.engine.engine import Engine, EngineStats, StepFigures
+from tritium.backend.engine.engine import Engine, EngineStats, StepRecord
 from tritium.backend.engine.request import EngineOutput, EngineRequest, FinishReason, RequestClass
-from tritium.backend.engine.usage import Totals
+from tritium.backend.engine.usage import DeviceTotals
 from tritium.backend.errors import (
     Cancelled,
     InvalidArgument,
@@ -56,7 +56,7 @@ class Metrics(Protocol):
 
     def prompt_tokenized(self) -> None: ...
 
-    def update(self, stats: EngineStats, steps: list[StepFigures]) -> None: ...
+    def update(self, stats: EngineStats, steps: list[StepRecord]) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +78,7 @@ class LiveRequest:
 
 
 # What the engine's thread puts, in order; None: nothing comes any more.
-Outputs = queue.SimpleQueue[list[EngineOutput] | Totals | None]
+Outputs = queue.SimpleQueue[list[EngineOutput] | DeviceTotals | None]
 
 
 class OutputThread:
@@ -141,11 +141,11 @@ class OutputThread:
         stopping = False
         while not stopping:
             outputs: dict[int, list[EngineOutput]] = {}
-            totals: Totals | None = None
+            totals: DeviceTotals | None = None
             try:
                 stepped = self._outputs.get(timeout=_POLL_SECONDS)
                 while stepped is not None:
-                    if isinstance(stepped, Totals):
+                    if isinstance(stepped, DeviceTotals):
                         totals = stepped  # of what has been taken so far, and no more
                         break
                     for output in stepped:
@@ -202,7 +202,10 @@ class OutputThread:
         if not final and not (live.request.stream and any(answer.is_ready for answer in answers)):
             return
         deltas = [answer.take() for answer in answers]
-        usage = self._end(live, deltas[0].finish_reason) if final else None
+        usage = None
+        if final:
+            self._end(live, deltas[0].finish_reason)
+            usage = self._billing.usage(live.bill)
         tensors = response_tensors(
             live.request,
             deltas,
@@ -213,24 +216,22 @@ class OutputThread:
         live.responder.send(tensors, final)
         live.has_sent = True
 
-    def _end(self, live: LiveRequest, reason: FinishReason | None) -> RequestUsage:
+    def _end(self, live: LiveRequest, reason: FinishReason | None) -> None:
         self._forget(live)
-        answers = live.outputs.values()
-        usage = RequestUsage.of_samples([answer.usage() for answer in answers])
-        gaps = [gap for answer in answers for gap in answer.gaps]
-        self._billing.close(live.bill, str(reason), usage, gaps)
+        answers = [output.usage() for output in live.outputs.values()]
+        gaps = [gap for output in live.outputs.values() for gap in output.gaps]
+        self._billing.close(live.bill, str(reason), AnswerUsage.of_request(answers), gaps)
         if self._trace:
             self._trace.add(
                 Captured(
                     live.bill.arrival,
                     live.first.prompt_token_ids,
-                    [answer.usage().output_tokens for answer in answers],
+                    [answer.output_tokens for answer in answers],
                     live.first.cache_salt,
                     live.bill.business_line,
                     live.bill.request_class,
                 )
             )
-        return self._billing.usage(live.bill, usage)
 
     def _forget(self, live: LiveRequest) -> None:
         """Nothing of the request will be sent from here on; the engine ends what it has of it."""

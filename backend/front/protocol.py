@@ -7,12 +7,11 @@ arrays; knows nothing of the Python backend's own types.
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from tritium.backend.accounts.request_usage import RequestUsage
 from tritium.backend.engine.request import RequestClass, SampledToken
 from tritium.backend.errors import InvalidArgument, Unsupported
 from tritium.backend.front.output import Delta
@@ -178,7 +177,7 @@ def response_tensors(
     request: GenerationRequest,
     deltas: list[Delta],
     num_input_tokens: int,
-    usage: RequestUsage | None,
+    usage: Mapping[str, float | None] | None,
     tokenizer: TokenDecoder,
 ) -> dict[str, np.ndarray]:
     """The output tensors of one response: the texts, and what the request asked for beside them.
@@ -208,7 +207,7 @@ def response_tensors(
         counts = [len(delta.tokens) for delta in deltas]
         tensors["num_output_tokens"] = np.array(counts, dtype=np.uint32)
     if "return_usage" in request.returned and usage:
-        tensors["usage"] = _strings_tensor([json.dumps(asdict(usage))])
+        tensors["usage"] = _strings_tensor([json.dumps(usage)])
     return tensors
 
 

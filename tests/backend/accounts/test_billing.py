@@ -6,14 +6,14 @@ import logging
 import pytest
 
 from tritium.backend.accounts.billing import Bill, Billing
-from tritium.backend.accounts.ledger import RequestRow, TotalsRow
-from tritium.backend.accounts.request_usage import RequestUsage
-from tritium.backend.engine.request import EngineOutput, Figures, FinishReason
-from tritium.backend.engine.usage import Totals
+from tritium.backend.accounts.ledger import TotalsRow
+from tritium.backend.accounts.request_usage import AnswerUsage, RequestRow
+from tritium.backend.engine.request import EngineOutput, FinishReason, SequenceUsage
+from tritium.backend.engine.usage import DeviceTotals
 from tritium.backend.host.logs import JsonFormatter
 
-USAGE = RequestUsage(10, 0, 5, 1.0, 2.0, 3.0)
-TOTALS = Totals(
+ANSWERS = AnswerUsage(10, 0, 5, 1.0, 2.0, 3.0)
+TOTALS = DeviceTotals(
     busy=100, idle=0, open=7, warmup=0, preemption=0, fault=0, overrun=0, block_ns=0, is_quiet=True
 )
 
@@ -26,7 +26,7 @@ class Kept:
     def __init__(self) -> None:
         self.rows: list[RequestRow | TotalsRow] = []
         self.counted: list[RequestRow] = []
-        self.totals: list[Totals] = []
+        self.totals: list[DeviceTotals] = []
 
     def add(self, row) -> None:
         self.rows.append(row)
@@ -49,8 +49,10 @@ def billing(kept):
 
 
 def ended(engine_id: int, decode_ns: int = 20) -> EngineOutput:
-    figures = Figures(prefill_ns=10, decode_ns=decode_ns, block_seconds=0.5, peak_blocks=3)
-    return EngineOutput(engine_id, [], FinishReason.LENGTH, figures=figures)
+    figures = SequenceUsage(
+        prefill_ns=10, decode_ns=decode_ns, block_seconds=0.5, peak_blocks=3, num_preemptions=1
+    )
+    return EngineOutput(engine_id, [], FinishReason.LENGTH, usage=figures)
 
 
 def open_bill(billing: Billing, *engine_ids: int) -> Bill:
@@ -62,7 +64,7 @@ def open_bill(billing: Billing, *engine_ids: int) -> Bill:
 @pytest.mark.parametrize("engine_first", [True, False])
 def test_a_row_is_written_when_both_are_done(billing, kept, engine_first):
     bill = open_bill(billing, 7)
-    steps = [lambda: billing.engine_ended(ended(7)), lambda: billing.close(bill, "length", USAGE)]
+    steps = [lambda: billing.engine_ended(ended(7)), lambda: billing.close(bill, "length", ANSWERS)]
     first, second = steps if engine_first else steps[::-1]
     first()
     assert kept.rows == []
@@ -76,11 +78,12 @@ def test_a_row_is_written_when_both_are_done(billing, kept, engine_first):
 def test_several_answers_are_one_row(billing, kept):
     bill = open_bill(billing, 7, 8)
     billing.engine_ended(ended(7))
-    billing.close(bill, "stop", USAGE)
+    billing.close(bill, "stop", ANSWERS)
     assert kept.rows == []
     billing.engine_ended(ended(8, decode_ns=30))
     (row,) = kept.rows
     assert (row.decode_ns, row.kv_block_seconds, row.peak_blocks) == (50, 1.0, 6)
+    assert row.preemptions == billing.usage(bill)["preemptions"] == 2
 
 
 def test_who_was_refused_has_a_row(billing, kept):
@@ -96,7 +99,7 @@ def test_totals_know_what_has_no_row_yet(billing, kept):
     bill = open_bill(billing, 7)
     billing.engine_ended(ended(7))
     billing.totals(TOTALS)
-    billing.close(bill, "length", USAGE)
+    billing.close(bill, "length", ANSWERS)
     billing.totals(TOTALS)
     before, _, after = kept.rows
     assert (before.open_ns, before.is_quiet) == (7 + 30, 0)
@@ -107,11 +110,25 @@ def test_totals_know_what_has_no_row_yet(billing, kept):
 def test_usage_has_what_the_engine_measured(billing):
     bill = open_bill(billing, 7)
     billing.engine_ended(ended(7, decode_ns=1_990_000_000 - 10))
-    usage = billing.usage(bill, USAGE)
-    assert (usage.prompt_tokens, usage.decode_ms) == (10, 1990.0)
-    assert (usage.peak_kv_bytes, usage.kv_block_seconds) == (300, 0.5)
-    assert usage.cost == 1.99  # at 1 a second
-    assert Billing(Kept()).usage(bill, USAGE).cost is None
+    billing.close(bill, "length", ANSWERS)
+    assert billing.usage(bill) == {
+        "prompt_tokens": 10,
+        "cached_tokens": 0,
+        "output_tokens": 5,
+        "queue_ms": 1.0,
+        "ttft_ms": 2.0,
+        "total_ms": 3.0,
+        "preemptions": 1,
+        "prefill_ms": 0.0,
+        "decode_ms": 1990.0,
+        "recompute_ms": 0.0,
+        "saved_ms": 0.0,
+        "kv_block_seconds": 0.5,
+        "peak_kv_bytes": 300,
+        "peak_own_kv_bytes": 0,
+        "cost": 1.99,  # at 1 per second
+    }
+    assert Billing(Kept()).usage(bill)["cost"] is None
 
 
 def test_an_output_that_nobody_knows_is_told(billing, kept, caplog):

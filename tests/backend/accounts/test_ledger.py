@@ -10,7 +10,8 @@ from dataclasses import asdict, astuple, replace
 
 import pytest
 
-from tritium.backend.accounts.ledger import Ledger, RequestRow, TotalsRow
+from tritium.backend.accounts.ledger import Ledger, TotalsRow
+from tritium.backend.accounts.request_usage import RequestRow
 from tritium.backend.engine.usage import DEFAULT_WEIGHTS
 from tritium.loadtests.harness import until
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tritium.backend.accounts.request_usage import RequestUsage
+from tritium.backend.accounts.request_usage import AnswerUsage
 from tritium.backend.engine.request import EngineOutput, FinishReason, SampledToken, TokenLogprobs
 from tritium.backend.front.output import RequestOutput
 
@@ -156,7 +156,7 @@ def test_what_comes_after_a_stop_string_is_ignored():
     output.add(EngineOutput(0, tokens(1), LENGTH))
     delta = output.take()
     assert (delta.text, delta.tokens, delta.finish_reason) == ("a", tokens(0), STOP)
-    assert delta.usage.output_tokens == 1
+    assert output.usage().output_tokens == 1
 
 
 def test_an_error_after_a_stop_string_is_ignored():
@@ -226,21 +226,19 @@ class FakeClock:
 def test_usage():
     clock = FakeClock()
     output = make_output(["a", "b"], num_prompt_tokens=7, clock=clock)
-    common = dict(num_cached_tokens=4, num_preemptions=1, scheduled_time=100.25)
+    common = dict(num_cached_tokens=4, scheduled_time=100.25)
     clock.now = 101.5
     output.add(EngineOutput(0, tokens(0), **common))
-    assert output.take().usage is None
     clock.now = 102.0
     output.add(EngineOutput(0, tokens(1), LENGTH, **common))
     clock.now = 103.0
-    assert output.take().usage == RequestUsage(
+    assert output.usage() == AnswerUsage(
         prompt_tokens=7,
         cached_tokens=4,
         output_tokens=2,
         queue_ms=250.0,
         ttft_ms=1500.0,
         total_ms=3000.0,
-        preemptions=1,
     )
 
 
@@ -249,7 +247,7 @@ def test_usage_of_what_never_left_the_queue():
     output = make_output([], clock=clock)
     clock.now = 100.5
     output.add(EngineOutput(0, [], FinishReason.SHUTDOWN))
-    assert output.take().usage == RequestUsage(
+    assert output.usage() == AnswerUsage(
         prompt_tokens=3, cached_tokens=0, output_tokens=0, queue_ms=0.0, ttft_ms=0.0, total_ms=500.0
     )
 
@@ -258,7 +256,7 @@ def test_times_count_from_the_arrival():
     """Which may have been long before the text side came to know of the request."""
     output = make_output(["a"], clock=FakeClock(), arrival_time=98.0)
     output.add(EngineOutput(0, tokens(0), STOP, scheduled_time=99.0))
-    usage = output.take().usage
+    usage = output.usage()
     assert (usage.queue_ms, usage.ttft_ms, usage.total_ms) == (1000.0, 2000.0, 2000.0)
 
 
@@ -266,12 +264,12 @@ def test_a_hidden_stop_token_counts_as_a_token():
     output = make_output(["a", "</s>"])
     output.add(EngineOutput(0, tokens(0, 1), STOP))
     delta = output.take()
-    assert (len(delta.tokens), delta.usage.output_tokens) == (2, 2)
+    assert (len(delta.tokens), output.usage().output_tokens) == (2, 2)
 
 
 def test_usage_of_several_answers():
-    a, b = RequestUsage(7, 4, 2, 1.0, 20.0, 30.0, 1), RequestUsage(7, 7, 5, 3.0, 25.0, 60.0, 2)
-    assert RequestUsage.of_samples([a, b]) == RequestUsage(7, 4, 7, 1.0, 20.0, 60.0, 2)
+    a, b = AnswerUsage(7, 4, 2, 1.0, 20.0, 30.0), AnswerUsage(7, 7, 5, 3.0, 25.0, 60.0)
+    assert AnswerUsage.of_request([a, b]) == AnswerUsage(7, 4, 7, 1.0, 20.0, 60.0)
 
 
 # -- blanks --
