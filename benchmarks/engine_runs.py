@@ -38,7 +38,25 @@ def random_work(prompt_lens: Sequence[int], num_output_tokens: int) -> list[Work
 
 
 def make_engine(config: EngineConfig, runner: Runner) -> Engine:
-    return Engine(config, runner, on_outputs=lambda outputs: None)
+    return Engine(config, runner, on_outputs=_raise_errors)
+
+
+def stepping(engine: Engine) -> Iterator[list[EngineOutput]]:
+    """Makes one step per item, and yields the step's outputs."""
+    outputs: list[EngineOutput] = []
+    engine.on_outputs = outputs.extend
+    in_flight = None
+    while True:
+        in_flight = engine.step(in_flight)
+        _raise_errors(outputs)
+        yield outputs.copy()
+        outputs.clear()
+
+
+def _raise_errors(outputs: list[EngineOutput]) -> None:
+    for output in outputs:
+        if output.error:
+            raise RuntimeError(output.error)
 
 
 def steps(engine: Engine, work: Sequence[Work]) -> Iterator[list[EngineOutput]]:
@@ -47,10 +65,11 @@ def steps(engine: Engine, work: Sequence[Work]) -> Iterator[list[EngineOutput]]:
         engine.reserve()
         engine.submit(EngineRequest(i, prompt, num_output_tokens, temperature=temperature, seed=i))
     num_unfinished = len(work)
-    while num_unfinished:
-        outputs = engine.step()
+    for outputs in stepping(engine):
         num_unfinished -= sum(output.finish_reason is not None for output in outputs)
         yield outputs
+        if not num_unfinished:
+            break
     engine.scheduler.check_integrity()
 
 

@@ -76,8 +76,9 @@ def _run(
     for prompt in prompts:
         engine.reserve()
         engine.submit(EngineRequest(next(numbers), prompt, OUTPUT_TOKENS))
+    in_flight = None
     while len(ended) < len(prompts):
-        engine.step()
+        in_flight = engine.step(in_flight)
     return time.thread_time() - began
 
 

@@ -18,7 +18,7 @@ from tritium.backend.engine.request import EngineRequest, SampledToken
 from tritium.backend.front.tokenizer import Tokenizer
 from tritium.backend.runner.model_runner import ModelRunner
 from tritium.backend.runner.models.loader import resolve
-from tritium.benchmarks.engine_runs import make_engine
+from tritium.benchmarks.engine_runs import make_engine, stepping
 from tritium.benchmarks.models import SMOLLM2
 
 WINDOW = 512  # tokens, each seen from the window's start
@@ -49,9 +49,8 @@ def score(kind: Kind, prompts: list[list[int]]) -> list[SampledToken]:
     for i, prompt in enumerate(prompts):
         engine.reserve()
         engine.submit(EngineRequest(i, prompt, max_tokens=1, num_prompt_logprobs=1))
-        while not (outputs := engine.step()):
-            pass
-        scored += outputs[0].prompt_logprobs
+        [output] = next(filter(None, stepping(engine)))
+        scored += output.prompt_logprobs
     return scored
 
 

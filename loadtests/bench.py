@@ -138,7 +138,8 @@ class Alone:
     ) -> None:
         """Compute requests in a closed loop; count of each no more tokens than were asked for."""
         config = self._config.model_copy(update={"max_num_seqs": concurrency})
-        engine = Engine(config, self._runner, on_outputs=lambda outputs: None)
+        outputs: list[EngineOutput] = []
+        engine = Engine(config, self._runner, outputs.extend)
         moments: dict[int, list[float]] = {}  # request id: start, then each token
         waiting = iter(range(len(computed)))
 
@@ -153,15 +154,18 @@ class Alone:
         for _ in range(concurrency):
             submit_next()
         unfinished = len(computed)
+        in_flight = None
         while unfinished:
-            outputs: list[EngineOutput] = engine.step()
+            in_flight = engine.step(in_flight)
             now = time.perf_counter()
             self._on_step(engine.stats())
             for output in outputs:
+                assert not output.error, output.error
                 moments[output.request_id] += [now] * len(output.tokens)
                 if output.finish_reason:
                     unfinished -= 1
                     submit_next()
+            outputs.clear()
         result.seconds += time.perf_counter() - begin
         for i, (start, *tokens) in moments.items():
             num_tokens = asked[i].num_output_tokens

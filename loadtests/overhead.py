@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tritium.backend.engine.usage import BusyTime, Shares
+from tritium.backend.engine.usage import BusyTime, StepShares
 from tritium.backend.host.serve import TritonServer
 from tritium.loadtests.model_folder import serve_with
 from tritium.loadtests.statistics import median_interval
@@ -47,7 +47,7 @@ def turning(path: str, usage: Any, ledger: Any, metrics: Any) -> None:
         steps: list[tuple[int, int, int]] = []  # noqa: RUF012 -- there is one of this class
         count = 0
 
-        def end_step(self, shares: Shares) -> int:
+        def end_step(self, shares: StepShares) -> int:
             nonlocal is_billed
             duration = super().end_step(shares)
             self.steps.append((len(shares.payers), sum(shares.weights), duration))

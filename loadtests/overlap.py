@@ -73,8 +73,9 @@ def run(requests: list[TraceRequest], num_blocks: int, prefix_cache: str) -> Eng
     for number, request in enumerate(requests):
         engine.reserve()
         engine.submit(EngineRequest(number, tokens_of(request), max_tokens=1))
+        in_flight = None
         while num_ended <= number:
-            engine.step()
+            in_flight = engine.step(in_flight)
     return engine.stats()
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from tests.helpers import Collector
 from tests.prompts import NUM_TOKENS
 from tritium.backend.engine.engine import Engine
 from tritium.backend.engine.request import EngineRequest
@@ -21,18 +22,16 @@ class SmallerRunner:
 
 def generate(engine: Engine, prompts: list[list[int]], **sampling: Any) -> list[list[int]]:
     """Run all prompts at once, checking the bookkeeping after every step."""
-    generated: list[list[int]] = [[] for _ in prompts]
+    engine.on_outputs = collector = Collector()
     for i, token_ids in enumerate(prompts):
         engine.reserve()
         engine.submit(EngineRequest(i, token_ids, NUM_TOKENS, **sampling))
-    unfinished = len(prompts)
-    while unfinished:
-        for output in engine.step():
-            generated[output.request_id] += [token.token_id for token in output.tokens]
-            unfinished -= output.finish_reason is not None
+    in_flight = None
+    while len(collector.reasons) < len(prompts):
+        in_flight = engine.step(in_flight)
         engine.scheduler.check_integrity()
     assert engine.stats().num_used_blocks == 0
-    return generated
+    return [collector.token_ids(i) for i in range(len(prompts))]
 
 
 def transformers_output(model: Any, prompt: list[int], guess: list[int]) -> list[int]:

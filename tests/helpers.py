@@ -1,4 +1,4 @@
-"""What several test files need: small requests, sequences and engines without a model."""
+"""Helpers of several test files: small requests, sequences and engines without a model."""
 
 import threading
 import time
@@ -32,18 +32,18 @@ def make_config(**changes) -> EngineConfig:
 
 
 def compute(manager: BlockManager, sequence: Sequence, num_new_tokens: int) -> None:
-    """What one step does to a sequence: blocks, forward pass, publication."""
+    """Compute a sequence's next tokens like a step: allocate blocks, publish the full ones."""
     assert manager.allocate(sequence, num_new_tokens)
     sequence.num_computed_tokens += num_new_tokens
     manager.cache_full_blocks(sequence, sequence.num_computed_tokens)
 
 
 class CountingRunner:
-    """Samples, for each sequence, how many tokens it has: each token tells its own place."""
+    """Samples the number of tokens that a sequence has: each token is its own position."""
 
     def __init__(self, num_blocks: int = 64, seconds: float = 0.0, overlaps: bool = False) -> None:
         self.num_blocks = num_blocks
-        self.seconds = seconds  # that a step takes
+        self.seconds = seconds  # per step
         self.overlaps = overlaps
 
     def start(self) -> None:
@@ -67,7 +67,7 @@ class CountingRunner:
 
 
 class Collector:
-    """Takes an engine's outputs, and lets a test wait for requests to finish."""
+    """Collects an engine's outputs, and lets a test wait for requests to finish."""
 
     def __init__(self) -> None:
         self.outputs: list[EngineOutput] = []
@@ -80,7 +80,7 @@ class Collector:
 
     @property
     def reasons(self) -> dict[int, list[FinishReason]]:
-        """All finish reasons of each request: there should be one."""
+        """All finish reasons per request; there should be exactly one."""
         reasons: dict[int, list[FinishReason]] = {}
         for output in list(self.outputs):
             if output.finish_reason:

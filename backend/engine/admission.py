@@ -1,79 +1,72 @@
-"""Which requests are taken in, and why others are refused. Pure bookkeeping.
+"""Admission control: whether a request may join the queue. Pure bookkeeping.
 
-Each class has limits of its own, so that a heap of offline requests leaves interactive ones their
-places. Not safe for threads: the engine calls it under its lock. Times are seconds of one clock.
+Each class has its own limits, so that many offline requests leave interactive ones their slots.
+Not thread-safe: the engine calls it under its lock. Times are seconds of one clock.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from tritium.backend.config import EngineConfig
 from tritium.backend.engine.request import EngineRequest, RequestClass
 from tritium.backend.errors import RefusalReason, Unavailable
 
-_NUM_REMEMBERED = 16  # admissions that the queue's speed is measured by
+_NUM_REMEMBERED = 16  # admissions over which the queue's speed is averaged
 
 
 @dataclass(slots=True)
 class _Load:
-    """What there is of one class."""
+    """The requests of one class."""
 
-    num_places: int = 0  # taken: by who runs, waits, or is being tokenised
+    num_slots: int = 0  # taken by requests that run, wait, or are being tokenised
     num_waiting: int = 0
     num_waiting_tokens: int = 0
 
 
-class _Entry(NamedTuple):
-    request_class: RequestClass
-    num_prompt_tokens: int
-
-
-class Admission:
-    """Places for requests, and how fast the queue moves.
+class AdmissionControl:
+    """Counts slots of requests, and measures how fast the queue moves.
 
     Args:
-        max_num_seqs: Requests that run at once.
-        max_queue_size: Requests of a class that may wait beyond those.
-        max_queue_tokens: When so many prompt tokens of a class wait, no more requests may.
+        config: `max_num_seqs`, and the limits of each class: `max_queue_size`, `max_queue_tokens`.
     """
 
-    def __init__(self, max_num_seqs: int, max_queue_size: int, max_queue_tokens: int) -> None:
-        self._max_num_seqs = max_num_seqs
-        self._max_queue_size = max_queue_size
-        self._max_queue_tokens = max_queue_tokens
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
         self._loads = {request_class: _Load() for request_class in RequestClass}
-        self._classes: dict[int, RequestClass] = {}  # of all submitted requests, by their ids
-        self._waiting: dict[int, _Entry] = {}  # those of them that were never admitted
-        self._interval = 0.0  # seconds between two admissions while somebody waits
-        self._last_time = 0.0  # of an admission, or when the first one joined an empty queue
+        self._requests: dict[int, EngineRequest] = {}  # submitted and not ended, by id
+        self._waiting: dict[int, EngineRequest] = {}  # submitted and never admitted, by id
+        self._interval = 0.0  # average seconds between two admissions while requests wait
+        self._last_time = 0.0  # of the last admission, or when a request joined the empty queue
 
     @property
-    def num_places(self) -> int:
-        """Places that are taken."""
-        return sum(load.num_places for load in self._loads.values())
+    def num_slots(self) -> int:
+        """Slots that are taken."""
+        return sum(load.num_slots for load in self._loads.values())
 
     def reserve(
-        self, num_places: int, request_class: RequestClass, patience: float, now: float
+        self, num_slots: int, request_class: RequestClass, patience: float, now: float
     ) -> None:
-        """Take places for a request, before it is tokenised.
+        """Take slots for a request, before it is tokenised.
 
         Args:
-            patience: Seconds after which it is no use to leave the queue.
+            patience: Seconds; a request that leaves the queue later is of no use.
 
         Raises:
             Unavailable: a limit is reached; the message starts with the reason and names the limit.
         """
+        config = self._config
         load = self._loads[request_class]
         name = request_class.name.lower()
-        if load.num_places + num_places > self._max_num_seqs + self._max_queue_size:
+        if load.num_slots + num_slots > config.max_num_seqs + config.max_queue_size:
             raise Unavailable(
-                f"{load.num_places} {name} requests are running or waiting (max_num_seqs "
-                f"{self._max_num_seqs} + max_queue_size {self._max_queue_size}); {self._hint(now)}",
+                f"{load.num_slots} {name} requests are running or waiting (max_num_seqs "
+                f"{config.max_num_seqs} + max_queue_size {config.max_queue_size}); "
+                f"{self._hint(now)}",
                 RefusalReason.QUEUE_FULL,
             )
-        if load.num_waiting_tokens >= self._max_queue_tokens:
+        if load.num_waiting_tokens >= config.max_queue_tokens:
             raise Unavailable(
                 f"{load.num_waiting_tokens} prompt tokens of {name} requests are waiting "
-                f"(max_queue_tokens {self._max_queue_tokens}); {self._hint(now)}",
+                f"(max_queue_tokens {config.max_queue_tokens}); {self._hint(now)}",
                 RefusalReason.QUEUE_TOKENS,
             )
         wait = self._wait(request_class, now)
@@ -83,24 +76,22 @@ class Admission:
                 f"{patience:g} s (deadline_ms, max_queue_delay_ms); {self._hint(now)}",
                 RefusalReason.DEADLINE_UNMEETABLE,
             )
-        load.num_places += num_places
+        load.num_slots += num_slots
 
-    def release(self, num_places: int, request_class: RequestClass) -> None:
-        """Give back reserved places that no request was submitted for."""
-        self._loads[request_class].num_places -= num_places
+    def release(self, num_slots: int, request_class: RequestClass) -> None:
+        """Give back reserved slots for which no request was submitted."""
+        self._loads[request_class].num_slots -= num_slots
 
     def submitted(self, request: EngineRequest, now: float) -> None:
-        """A request waits on its reserved place."""
+        """A request waits in its reserved slot."""
         if not self._waiting:
             self._last_time = now
-        entry = _Entry(request.request_class, len(request.prompt_token_ids))
-        self._classes[request.request_id] = entry.request_class
-        self._waiting[request.request_id] = entry
-        self._loads[entry.request_class].num_waiting += 1
-        self._loads[entry.request_class].num_waiting_tokens += entry.num_prompt_tokens
+        self._requests[request.request_id] = self._waiting[request.request_id] = request
+        self._loads[request.request_class].num_waiting += 1
+        self._loads[request.request_class].num_waiting_tokens += len(request.prompt_token_ids)
 
     def admitted(self, request_ids: list[int], now: float) -> None:
-        """These have left the queue, for the first time."""
+        """Requests have left the queue, for the first time."""
         if request_ids:
             self._interval = self._interval_after(len(request_ids), now)
             self._last_time = now
@@ -108,33 +99,34 @@ class Admission:
             self._leave(request_id)
 
     def ended(self, request_id: int) -> None:
-        """A submitted request is gone, whether it was admitted or not."""
+        """A submitted request has ended, whether it was admitted or not."""
         self._leave(request_id)
-        self._loads[self._classes.pop(request_id)].num_places -= 1
+        self._loads[self._requests.pop(request_id).request_class].num_slots -= 1
 
     def check_integrity(self) -> None:
-        """Assert that the sums are those of the requests that are there."""
+        """Assert that the sums are those of the requests."""
         for request_class, load in self._loads.items():
-            waiting = [e for e in self._waiting.values() if e.request_class is request_class]
+            waiting = [r for r in self._waiting.values() if r.request_class is request_class]
             assert load.num_waiting == len(waiting)
-            assert load.num_waiting_tokens == sum(e.num_prompt_tokens for e in waiting)
-            assert load.num_places >= list(self._classes.values()).count(request_class)
-        assert self._waiting.keys() <= self._classes.keys()
+            assert load.num_waiting_tokens == sum(len(r.prompt_token_ids) for r in waiting)
+            submitted = [r for r in self._requests.values() if r.request_class is request_class]
+            assert load.num_slots >= len(submitted)
+        assert self._waiting.keys() <= self._requests.keys()
 
     def _leave(self, request_id: int) -> None:
-        entry = self._waiting.pop(request_id, None)
-        if entry:
-            self._loads[entry.request_class].num_waiting -= 1
-            self._loads[entry.request_class].num_waiting_tokens -= entry.num_prompt_tokens
+        request = self._waiting.pop(request_id, None)
+        if request:
+            self._loads[request.request_class].num_waiting -= 1
+            self._loads[request.request_class].num_waiting_tokens -= len(request.prompt_token_ids)
 
     def _interval_after(self, num_admitted: int, now: float) -> float:
-        """The moving average, were so many admitted now."""
+        """The moving average of `_interval`, if `num_admitted` requests were admitted now."""
         weight = num_admitted / (num_admitted + _NUM_REMEMBERED)
         latest = (now - self._last_time) / num_admitted
         return self._interval + weight * (latest - self._interval)
 
     def _wait(self, request_class: RequestClass, now: float) -> float:
-        """Seconds that a new request of a class would wait, as the queue moves now."""
+        """Seconds that a new request of a class would wait at the queue's current speed."""
         ahead = [load for other, load in self._loads.items() if other <= request_class]
         num_ahead = sum(load.num_waiting for load in ahead)
         # A queue that has stood still for longer than usual is slower than it was.

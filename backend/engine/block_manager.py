@@ -1,13 +1,13 @@
-"""Who holds which block of the KV cache, and which blocks can be reused. Pure bookkeeping.
+"""Which sequences hold which blocks of the KV cache, and which blocks can be reused.
 
-A block holds the keys and values of `block_size` tokens. Sequences hold blocks by reference
-count, so that equal prefixes share them. A freed block keeps its content, and stays findable, until
-it is taken again: least recently used first, the tail of a prefix before its head. Free blocks can
-be promised to a sequence: nobody else gets them.
+Pure bookkeeping. A block holds the keys and values of `block_size` tokens. Blocks are reference
+counted, so that sequences with equal prefixes share them. A freed block keeps its content and can
+be found until it is allocated again: least recently used first, the tail of a prefix before its
+head. Free blocks can be promised to a sequence; then no other sequence gets them.
 
-What holding blocks costs is kept by the change, not by the step. Each block adds up what one of its
-holders has to pay since the block was first held, the integral of 1/k(t) dt while k hold it; a
-holder pays the difference between where it joined and where it leaves.
+The cost of holding blocks is updated when holders change, not in each step. Each block sums up one
+holder's share since the block was first held, the integral of 1/k(t) dt while k sequences hold it.
+A holder is charged the difference between the sums when it leaves and when it joined.
 """
 
 import hashlib
@@ -22,34 +22,27 @@ from tritium.backend.engine.sequence import Sequence
 
 
 class Block:
-    """One block of the KV cache. While it is published, `digest` and `token_ids` are set."""
+    """One block of the KV cache. `digest` and `token_ids` are set while it is published."""
 
-    __slots__ = ("block_id", "digest", "ns_a_holder", "ref_count", "since", "token_ids")
+    __slots__ = ("block_id", "digest", "ns_per_holder", "ref_count", "since", "token_ids")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.digest: bytes | None = None
         self.token_ids: list[int] | None = None
-        self.ns_a_holder = 0.0  # up to `since`, while it was held
+        self.ns_per_holder = 0.0  # one holder's share from the first holder until `since`
         self.since = 0  # when the number of holders last changed
 
-    def add_holder(self, now: int) -> float:
-        """Returns ns_a_holder, where the new one begins to pay."""
+    def change_holders(self, change: int, now: int) -> float:
+        """Add (+1) or remove (-1) a holder; returns ns_per_holder, in seconds."""
         if self.ref_count:
-            self.ns_a_holder += (now - self.since) / self.ref_count
+            self.ns_per_holder += (now - self.since) / self.ref_count
         else:
-            self.ns_a_holder = 0.0
+            self.ns_per_holder = 0.0
         self.since = now
-        self.ref_count += 1
-        return self.ns_a_holder
-
-    def remove_holder(self, now: int) -> float:
-        """Returns ns_a_holder, up to which the old one pays."""
-        self.ns_a_holder += (now - self.since) / self.ref_count
-        self.since = now
-        self.ref_count -= 1
-        return self.ns_a_holder
+        self.ref_count += change
+        return self.ns_per_holder / 1e9
 
 
 class BlockManager:
@@ -57,7 +50,7 @@ class BlockManager:
 
     Args:
         num_blocks: Blocks in the KV cache.
-        block_size: Tokens a block.
+        block_size: Tokens per block.
         prefix_cache: Whether full blocks are published for reuse.
         clock: Integer ns.
     """
@@ -74,9 +67,9 @@ class BlockManager:
         self.blocks = [Block(i) for i in range(num_blocks)]
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._published: dict[bytes, Block] = {}
-        self.num_promises = 0  # sequences that have one
-        self.num_promised_blocks = 0  # free ones, for those
-        # Unknown to callers, so that nobody can make a prompt whose hash meets another's.
+        self.num_promises = 0  # sequences that have a promise
+        self.num_promised_blocks = 0  # free blocks that are promised
+        # Unknown to clients, so that none can construct a prompt with the hash of another one.
         self._root = secrets.token_bytes(16)
         self._clock = clock
         self._used_block_ns = 0  # time integral of num_used_blocks, up to `_since`
@@ -93,7 +86,7 @@ class BlockManager:
 
     @property
     def num_available_blocks(self) -> int:
-        """The free ones that are promised to nobody."""
+        """Free blocks that are not promised."""
         return len(self._free) - self.num_promised_blocks
 
     @property
@@ -118,17 +111,17 @@ class BlockManager:
         return sequence.num_prompt_tokens // self.block_size
 
     def reuses(self, sequence: Sequence) -> bool:
-        """Whether the sequence may start with others' blocks, and they with its."""
+        """Whether the sequence's blocks may be found and published."""
         return self.prefix_cache and sequence.reuses_prefix
 
     def shares_block(self, first: Sequence, second: Sequence, index: int) -> bool:
-        """Whether a block of two sequences, and all before it, could be the same one."""
+        """Whether two sequences agree in the tokens of a block and of all blocks before it."""
         return self._block_hash(first, index) == self._block_hash(second, index)
 
     def hash_prompt(self, sequence: Sequence) -> list[bytes]:
-        """The hashes of the prompt's full blocks, before the engine has the sequence.
+        """The hashes of the prompt's full blocks.
 
-        Any thread may; the engine's then has them.
+        Any thread may call this before the engine has the sequence.
         """
         self._extend_hashes(sequence, self.num_prompt_blocks(sequence))
         return sequence.block_hashes
@@ -136,7 +129,7 @@ class BlockManager:
     def get_computed_blocks(self, sequence: Sequence) -> list[int]:
         """The published blocks of the sequence's longest known prefix.
 
-        Never all of its tokens: the last one is left to compute, since its logits are wanted.
+        The last token is always left to compute, since its logits are needed.
         """
         computed: list[int] = []
         if not self.reuses(sequence):
@@ -149,38 +142,38 @@ class BlockManager:
         return computed
 
     def num_missing_blocks(self, computed: list[int], num_tokens: int) -> int:
-        """Free blocks that a sequence needs to hold so many tokens, given its computed blocks."""
+        """Free blocks needed to hold `num_tokens` tokens, starting with the computed blocks."""
         revived = sum(1 for block_id in computed if self.blocks[block_id].ref_count == 0)
         return self.blocks_for(num_tokens) - len(computed) + revived
 
     def num_exclusive_blocks(self, sequences: Iterable[Sequence]) -> int:
-        """Blocks that nobody but one of these sequences holds."""
+        """Blocks that exactly one sequence holds, one of these."""
         tables = chain.from_iterable(sequence.block_table for sequence in sequences)
         return sum(1 for block_id in tables if self.blocks[block_id].ref_count == 1)
 
     def touch(self, sequence: Sequence, computed: list[int]) -> None:
-        """Let a sequence that holds nothing yet start with these computed blocks."""
+        """Let a sequence that holds no blocks start with these computed blocks."""
         assert not sequence.block_table
         now = self._note_used_blocks()
         for block_id in computed:
             block = self.blocks[block_id]
             if block.ref_count == 0:
                 del self._free[block_id]
-            sequence.block_ns -= block.add_holder(now)
+            sequence.usage.block_seconds -= block.change_holders(+1, now)
         sequence.block_table.extend(computed)
         sequence.num_found_blocks = len(computed)
         sequence.num_published_blocks = len(computed)
         sequence.num_computed_tokens = len(computed) * self.block_size
 
     def promise(self, sequence: Sequence, num_tokens: int) -> None:
-        """Keep as many blocks free as the sequence lacks for so many tokens, until it ends."""
+        """Keep the blocks free that the sequence lacks for `num_tokens` tokens, until it ends."""
         sequence.num_promised_blocks = self.blocks_for(num_tokens)
         self.num_promises += 1
         self.num_promised_blocks += _num_owed(sequence)
         assert self.num_promised_blocks <= self.num_free_blocks
 
     def allocate(self, sequence: Sequence, num_new_tokens: int) -> bool:
-        """Give the sequence blocks for its next tokens, or change nothing and return False."""
+        """Allocate blocks for the sequence's next tokens, or change nothing and return False."""
         num_tokens = sequence.num_computed_tokens + num_new_tokens
         missing = self.blocks_for(num_tokens) - len(sequence.block_table)
         owed = _num_owed(sequence)
@@ -188,24 +181,25 @@ class BlockManager:
             return False
         if missing <= 0:
             return True
-        now = self._note_used_blocks()
+        now, usage = self._note_used_blocks(), sequence.usage
         for _ in range(missing):
             block_id, _ = self._free.popitem(last=False)
             block = self.blocks[block_id]
-            self._withdraw(block)
-            sequence.block_ns -= block.add_holder(now)
+            if block.digest is not None:
+                del self._published[block.digest]
+                block.digest = block.token_ids = None
+            usage.block_seconds -= block.change_holders(+1, now)
             sequence.block_table.append(block_id)
         num_held = len(sequence.block_table)
-        num_own = num_held - sequence.num_found_blocks
-        sequence.peak_blocks = max(sequence.peak_blocks, num_held)
-        sequence.peak_own_blocks = max(sequence.peak_own_blocks, num_own)
+        usage.peak_blocks = max(usage.peak_blocks, num_held)
+        usage.peak_own_blocks = max(usage.peak_own_blocks, num_held - sequence.num_found_blocks)
         self.num_promised_blocks -= owed - _num_owed(sequence)
         return True
 
     def cache_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """Publish the blocks of the first so many tokens, which forward passes have filled.
+        """Publish the full blocks of the first `num_computed_tokens` tokens, which are computed.
 
-        Where equal content is known already, the older block stays the one that is found.
+        If equal content is already published, the older block remains the one that is found.
         """
         if not self.reuses(sequence):
             return
@@ -220,7 +214,7 @@ class BlockManager:
         sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)
 
     def free(self, sequence: Sequence) -> None:
-        """Take all blocks from the sequence, and what it was promised."""
+        """Take all blocks and the promise from the sequence."""
         if sequence.num_promised_blocks:
             self.num_promises -= 1
             self.num_promised_blocks -= _num_owed(sequence)
@@ -230,7 +224,7 @@ class BlockManager:
         sequence.num_computed_tokens = 0
 
     def trim(self, sequence: Sequence, num_tokens: int) -> None:
-        """Take the blocks behind those of the first so many tokens from the sequence."""
+        """Take the blocks from the sequence that its first `num_tokens` tokens do not need."""
         owed = _num_owed(sequence)
         num_left = self.blocks_for(num_tokens)
         if len(sequence.block_table) <= num_left:
@@ -238,10 +232,10 @@ class BlockManager:
         now = self._note_used_blocks()
         while len(sequence.block_table) > num_left:
             block = self.blocks[sequence.block_table.pop()]
-            sequence.block_ns += block.remove_holder(now)
+            sequence.usage.block_seconds += block.change_holders(-1, now)
             if block.ref_count == 0:
                 self._free[block.block_id] = None
-                if block.digest is None:  # nothing to lose: the first to be taken again
+                if block.digest is None:  # no reusable content: allocated first
                     self._free.move_to_end(block.block_id, last=False)
         self.num_promised_blocks += _num_owed(sequence) - owed
 
@@ -265,22 +259,17 @@ class BlockManager:
         assert sum(block.digest is not None for block in self.blocks) == len(self._published)
 
     def _note_used_blocks(self) -> int:
-        """Before their number changes. Returns the time."""
+        """Call before the number of used blocks changes. Returns the time."""
         now = self._clock()
         self._used_block_ns += self.num_used_blocks * (now - self._since)
         self._since = now
         return now
 
-    def _withdraw(self, block: Block) -> None:
-        if block.digest is not None:
-            del self._published[block.digest]
-            block.digest = block.token_ids = None
-
     def _block_tokens(self, sequence: Sequence, index: int) -> list[int]:
         return sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
 
     def _block_hash(self, sequence: Sequence, index: int) -> bytes:
-        """The hash of block `index` and all before it: H(parent, tokens), the salt at the root."""
+        """The hash of block `index` and all before it: H(parent, tokens), salted at the root."""
         if len(sequence.block_hashes) <= index:
             self._extend_hashes(sequence, index + 1)
         return sequence.block_hashes[index]
@@ -301,5 +290,5 @@ def _digest(data: bytes) -> bytes:
 
 
 def _num_owed(sequence: Sequence) -> int:
-    """Blocks that the sequence was promised and does not have yet."""
+    """Promised blocks that the sequence does not have yet."""
     return max(sequence.num_promised_blocks - len(sequence.block_table), 0)

@@ -1,4 +1,4 @@
-"""The draft tokens of a step: who has some, and what became of them. Pure bookkeeping."""
+"""The draft tokens of a step: which sequences get some, which are accepted. Pure bookkeeping."""
 
 from tritium.backend.config import SpeculativeConfig
 from tritium.backend.engine.block_manager import BlockManager
@@ -7,27 +7,27 @@ from tritium.backend.engine.speculative import NgramProposer
 
 
 class Drafts:
-    """Lets sequences compute what may follow, too, with what a step leaves of budget and blocks.
+    """Adds draft tokens to a step's sequences, from the budget and blocks that the step leaves.
 
     Args:
-        config: How drafts are made; None: there are none.
-        block_manager: Gives the blocks that a draft needs, none of those that are promised.
+        config: How drafts are made; None: no drafts.
+        block_manager: Allocates the blocks that a draft needs; promised blocks are not used.
     """
 
     def __init__(self, config: SpeculativeConfig | None, block_manager: BlockManager) -> None:
         self._config = config
         self._block_manager = block_manager
-        self.num_tokens = 0  # that were verified
-        self.num_accepted_tokens = 0  # of them
+        self.num_tokens = 0  # verified draft tokens
+        self.num_accepted_tokens = 0
 
     def add_proposer(self, sequence: Sequence) -> None:
-        """Give a new sequence what makes its drafts, if it may have some."""
+        """Give a new sequence a proposer, if it may have drafts."""
         request = sequence.request
         if self._config and request.speculative and not request.needs_history:
             sequence.proposer = NgramProposer(self._config)
 
     def may_follow(self, sequence: Sequence, num_running: int) -> bool:
-        """Whether the next step may try a draft of the sequence, as far as is known now."""
+        """Whether the next step may include a draft of the sequence, as far as is known now."""
         return bool(
             self._config
             and num_running <= self._config.disable_by_batch_size
@@ -37,9 +37,10 @@ class Drafts:
         )
 
     def add_to(self, batch: list[ScheduledSequence], budget: int, num_running: int) -> None:
-        """Lengthen a step's sequences by drafts, by at most `budget` tokens.
+        """Extend a step's sequences by drafts of at most `budget` tokens together.
 
-        Prompts need no drafts, and where steps overlap one can't follow on an unknown token.
+        Prompts get no drafts. Neither do sequences with pending tokens, where steps overlap: a
+        draft can't follow on an unknown token.
         """
         for i, scheduled in enumerate(batch):
             sequence, request = scheduled.sequence, scheduled.sequence.request
@@ -47,7 +48,7 @@ class Drafts:
                 continue
             if not sequence.proposer or not self.may_follow(sequence, num_running):
                 continue
-            # Behind the draft comes one token more, of which nothing is computed.
+            # The step samples one token after the draft, whose KV it does not compute.
             limit = min(budget, request.max_tokens - sequence.num_output_tokens - 1)
             draft = sequence.proposer.propose(sequence.token_ids, limit)
             if draft and self._block_manager.allocate(sequence, 1 + len(draft)):
@@ -55,11 +56,11 @@ class Drafts:
                 budget -= len(draft)
 
     def take_back(self, scheduled: ScheduledSequence, num_dropped: int, num_computed: int) -> None:
-        """Forget what a step has computed of a draft that was wrong.
+        """Count a step's draft, and give back the blocks of its rejected tokens.
 
         Args:
-            num_dropped: Of the tokens that it yielded, the last ones.
-            num_computed: Tokens of the sequence that are right, without the dropped ones.
+            num_dropped: Sampled tokens that were not appended to the sequence.
+            num_computed: Computed tokens of the sequence, without those of the rejected draft.
         """
         sequence, draft_token_ids = scheduled.sequence, scheduled.draft_token_ids
         if not draft_token_ids or not sequence.proposer:

@@ -1,63 +1,63 @@
 """Whether reusing prefixes would pay: hash chains of prompts, without any KV. Pure bookkeeping.
 
-For each scope (the engine does not know what that is) it remembers which blocks of tokens prompts
-were made of, as if in a memory of blocks, least recently used first out, the tail of a prompt
-before its head. So it can tell how much of a new prompt would still be there: in a memory as large
-as the KV cache, which decides whether the scope's prefixes are reused, and in a larger one, which
-tells what more memory would bring.
+For each scope (a name whose meaning the engine does not know) it remembers the blocks of recent
+prompts like a cache does: least recently used out first, the tail of a prompt before its head. So
+it can tell how much of a new prompt would be found: in a memory as large as the KV cache, which
+decides whether the scope's prefixes are reused, and in a larger one, which shows what more memory
+would bring.
 
-Only prompts count, as in published traces. What a conversation's next turn could reuse of answers
-comes on top.
+Only prompts count, as in published traces. A conversation's next turn could also reuse answers.
 """
 
 import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
+from itertools import takewhile
 from typing import NamedTuple
 
 logger = logging.getLogger("tritium")
 
-WINDOW_BLOCKS = 1 << 16  # of the larger memory: with blocks of 16 tokens, a million tokens
-# Of all memories together, some 40 MB; then the scope that is idle longest goes.
+WINDOW_BLOCKS = 1 << 16  # size of the larger memory; a million tokens with blocks of 16
+# In all memories together, about 40 MB; beyond that, the scope that was idle longest is forgotten.
 _MAX_BLOCKS = 1 << 18
-_ON, _OFF = 0.20, 0.10  # shares of prompt tokens: reuse begins at the first, ends below the second
-_MIN_REQUESTS = 16  # before anything is decided
-_MEMORY = 256  # requests: older ones count less and less
+_ON, _OFF = 0.20, 0.10  # reusable share of prompt tokens at which reuse begins, below which it ends
+_MIN_REQUESTS = 16  # before reuse can begin
+_MEMORY = 256  # requests; the weight of an older one decays with this time constant
 
 
 class Overlap(NamedTuple):
-    """Prompt tokens that came, and how many of them could have been reused."""
+    """Prompt tokens, and how many of them could have been reused."""
 
     num_tokens: int = 0
-    num_pool_tokens: int = 0  # with the KV cache's memory
-    num_window_tokens: int = 0  # with the larger one
+    num_pool_tokens: int = 0  # reusable with the KV cache's memory
+    num_window_tokens: int = 0  # reusable with the larger memory
 
 
 class PrefixIndex:
-    """Measures reuse by scope, and decides on it. Any thread may call.
+    """Measures possible reuse per scope, and decides on reuse. Thread-safe.
 
     Args:
         num_blocks: Blocks of the KV cache.
-        block_size: Tokens a block.
+        block_size: Tokens per block.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._num_blocks = num_blocks
         self._block_size = block_size
-        self._scopes: OrderedDict[str, _Scope] = OrderedDict()  # the latest used last
+        self._scopes: OrderedDict[str, _Scope] = OrderedDict()  # least recently used first
         self._num_kept = 0
         self._lock = threading.Lock()
         self.total = Overlap()
 
     def observe(self, name: str, hashes: Seq[bytes], num_tokens: int) -> bool:
-        """Count a prompt that has come.
+        """Count a new prompt.
 
         Args:
             name: Its scope.
-            hashes: Of its full blocks, each with all before it; equal only where all of that and
-                the scope are.
-            num_tokens: Of the prompt.
+            hashes: One per full block, of the block and all before it; equal only for equal tokens
+                in the same scope.
+            num_tokens: Length of the prompt.
 
         Returns:
             Whether its prefix should be reused, and published for reuse.
@@ -72,8 +72,8 @@ class PrefixIndex:
             reusable = (num_tokens - 1) // self._block_size
             overlap = Overlap(
                 num_tokens,
-                min(scope.pool.take_in(hashes), reusable) * self._block_size,
-                min(scope.window.take_in(hashes), reusable) * self._block_size,
+                min(scope.pool.insert(hashes), reusable) * self._block_size,
+                min(scope.window.insert(hashes), reusable) * self._block_size,
             )
             self._num_kept += scope.num_kept
             while self._num_kept > _MAX_BLOCKS and len(self._scopes) > 1:
@@ -91,14 +91,14 @@ class PrefixIndex:
 
 
 class _Scope:
-    """A scope's memories, and what its requests could lately have reused."""
+    """A scope's memories, and what its recent requests could have reused."""
 
     def __init__(self, num_blocks: int) -> None:
         self.pool = _Memory(min(num_blocks, WINDOW_BLOCKS))
         self.window = _Memory(WINDOW_BLOCKS)
         self.is_on = False
         self._num_requests = 0
-        self._recent = (0.0, 0.0, 0.0)  # as Overlap, older ones less
+        self._recent = [0.0, 0.0, 0.0]  # sums of the fields of Overlap, older requests count less
 
     @property
     def num_kept(self) -> int:
@@ -106,19 +106,14 @@ class _Scope:
 
     @property
     def shares(self) -> tuple[float, float]:
-        """Of prompt tokens, with each memory."""
+        """Reusable share of recent prompt tokens, with each memory."""
         num_tokens, num_pool_tokens, num_window_tokens = self._recent
         return num_pool_tokens / num_tokens, num_window_tokens / num_tokens
 
     def decide(self, overlap: Overlap) -> bool:
-        """Count a request; whether reuse was switched by it."""
+        """Count a request. Returns whether that switched reuse on or off."""
         keep = 1 - 1 / _MEMORY
-        old = self._recent
-        self._recent = (
-            old[0] * keep + overlap[0],
-            old[1] * keep + overlap[1],
-            old[2] * keep + overlap[2],
-        )
+        self._recent = [old * keep + new for old, new in zip(self._recent, overlap, strict=True)]
         self._num_requests += 1
         share, _ = self.shares
         was_on = self.is_on
@@ -128,7 +123,7 @@ class _Scope:
 
 
 class _Memory:
-    """So many blocks, least recently used first out."""
+    """The hashes of at most `num_blocks` blocks, least recently used out first."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
@@ -137,14 +132,10 @@ class _Memory:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def take_in(self, hashes: Seq[bytes]) -> int:
-        """Take in a prompt's blocks; how many of its first ones were there."""
+    def insert(self, hashes: Seq[bytes]) -> int:
+        """Insert a prompt's blocks. Returns how many of its leading blocks were found."""
         blocks = self._blocks
-        num_found = 0
-        for digest in hashes:
-            if digest not in blocks:
-                break
-            num_found += 1
+        num_found = sum(1 for _ in takewhile(blocks.__contains__, hashes))
         for digest in reversed(hashes):
             blocks[digest] = None
             blocks.move_to_end(digest)

@@ -1,4 +1,4 @@
-"""The loop guard: answers that only repeat themselves are ended, before they hold KV for long."""
+"""The loop guard: ends answers that only repeat themselves, before they hold KV for long."""
 
 from tritium.backend.config import RepetitionDetection
 
@@ -9,8 +9,8 @@ def ends_in_loop(token_ids: list[int], start: int, detection: RepetitionDetectio
         span = size * detection.min_count
         if span > len(token_ids) - start:
             return False
-        # What repeats with this period equals itself that much further on. Mostly the last
-        # token alone does not, which spares the copies.
+        # A text that repeats with this period equals itself shifted by it. Comparing the last
+        # token first avoids the copies in most cases.
         if (
             token_ids[-1] == token_ids[-1 - size]
             and token_ids[-span:-size] == token_ids[-span + size :]

@@ -7,11 +7,11 @@ from typing import NamedTuple
 from tritium.backend.engine.repetition import ends_in_loop
 from tritium.backend.engine.request import (
     EngineRequest,
-    Figures,
     FinishReason,
     GrammarState,
     RequestClass,
     SampledToken,
+    SequenceUsage,
 )
 from tritium.backend.engine.speculative import NgramProposer
 
@@ -30,48 +30,43 @@ class Sequence:
 
         |<------------------ num_tokens ------------------->|
         |<---- num_prompt_tokens ---->|<----- output ------>|
-        |<- num_computed_tokens ->|<- what is to be done -->|
+        |<- num_computed_tokens ->|<----- to compute ------>|
 
-    Where steps overlap, the last output tokens may be pending: sampled on the device by a step
-    that has been launched, to be known when that step is read. They count among `num_tokens`.
+    Where steps overlap, the last output tokens may be pending: sampled on the device by a step in
+    flight, unknown to the host until that step is read. `num_tokens` includes them.
     """
 
     request: EngineRequest
-    token_ids: list[int] = field(init=False)  # prompt, then output
+    token_ids: list[int] = field(init=False)  # prompt, then known output
     grammar: GrammarState | None = field(init=False)  # has accepted the known output tokens
+    usage: SequenceUsage = field(default_factory=SequenceUsage)
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
-    num_pending_tokens: int = 0  # set by the scheduler
-    scheduled_time: float = 0.0  # set by the scheduler at the first admission
-    num_preemptions: int = 0  # set by the scheduler
-    num_lost_tokens: int = 0  # that were computed before a preemption; set by the scheduler
-    num_cached_tokens: int = 0  # set by the scheduler at the first admission
     prompt_logprobs: list[SampledToken] = field(default_factory=list)  # set by the model runner
-    arrival: int = 0  # how many came before; set by the scheduler
-    queued_time: float = 0.0  # when it last joined the queue; set by the scheduler
-    admission: int = 0  # how many were admitted before, at the last time; set by the scheduler
-    is_promoted: bool = False  # has waited so long that it goes first; set by the scheduler
-    num_bypasses: int = 0  # who went first, as it lacked blocks; set by the scheduler
-    leader: "Sequence | None" = None  # whose prompt's blocks it starts with; set by the scheduler
-    forks: list["Sequence"] = field(default_factory=list)  # wait for its prompt; by the scheduler
-    proposer: NgramProposer | None = None  # of its draft tokens; set by the scheduler
+    reuses_prefix: bool = True  # whether its blocks are found and published; set by the engine
 
-    # -- owned by the block manager --
+    # -- set by the scheduler --
+    num_pending_tokens: int = 0
+    arrival_index: int = 0  # number of sequences that arrived before
+    leader: "Sequence | None" = None  # the sequence that it forks
+    forks: list["Sequence"] = field(default_factory=list)  # wait until this prompt is computed
+    proposer: NgramProposer | None = None  # of draft tokens
+
+    # -- set by the admitter --
+    queued_time: float = 0.0  # when it last joined the queue
+    scheduled_time: float = 0.0  # of the first admission
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
+    admission_index: int = 0  # number of admissions before its last one
+    is_promoted: bool = False  # has waited so long that it goes first
+    num_bypasses: int = 0  # sequences admitted before it while it lacked blocks
+    num_lost_tokens: int = 0  # leading tokens that had been computed before a preemption
+
+    # -- set by the block manager --
     block_table: list[int] = field(default_factory=list)
-    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks hashed so far
-    reuses_prefix: bool = True  # and lets others reuse its; set by the engine
+    block_hashes: list[bytes] = field(default_factory=list)  # of the leading full blocks
     num_published_blocks: int = 0  # leading blocks of block_table that others may find
-    num_promised_blocks: int = 0  # it can have so many in all, whatever others want; 0: no promise
-    num_found_blocks: int = 0  # leading blocks of block_table that it did not take itself
-    peak_blocks: int = 0
-    peak_own_blocks: int = 0
-    block_ns: float = 0.0  # of KV blocks, once it holds none
-
-    # -- owned by usage.py --
-    prefill_ns: int = 0
-    decode_ns: int = 0
-    recompute_ns: int = 0
-    saved_ns: int = 0
+    num_promised_blocks: int = 0  # blocks in all that it is guaranteed to get; 0: no promise
+    num_found_blocks: int = 0  # leading blocks of block_table that were found, not allocated
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
@@ -82,22 +77,8 @@ class Sequence:
         return self.request.request_id
 
     @property
-    def figures(self) -> Figures:
-        """For a sequence that holds no block any more."""
-        return Figures(
-            self.prefill_ns,
-            self.decode_ns,
-            self.recompute_ns,
-            self.saved_ns,
-            self.block_ns / 1e9,
-            self.peak_blocks,
-            self.peak_own_blocks,
-            self.num_preemptions,
-        )
-
-    @property
     def rank(self) -> RequestClass:
-        """The class that it runs in."""
+        """The class by which it is scheduled."""
         return RequestClass.INTERACTIVE if self.is_promoted else self.request.request_class
 
     @property
@@ -114,13 +95,13 @@ class Sequence:
 
     @property
     def num_tokens_to_compute(self) -> int:
-        """What a step has to do: nothing where the last token is pending, which needs no KV."""
+        """Tokens left for the next steps; none if the last token is pending, which needs no KV."""
         if self.num_pending_tokens and self.num_output_tokens >= self.request.max_tokens:
             return 0
         return self.num_tokens - self.num_computed_tokens
 
     def finish_reason(self) -> FinishReason | None:
-        """Whether the last known token was the last one."""
+        """Why the answer ends with the last known token; None: it goes on."""
         request = self.request
         if self.token_ids[-1] in request.stop_token_ids:
             return FinishReason.STOP
@@ -135,13 +116,13 @@ class Sequence:
 
 
 class ScheduledSequence(NamedTuple):
-    """A sequence's part of a step, fixed when the step is scheduled."""
+    """One sequence's share of a step, fixed when the step is scheduled."""
 
     sequence: Sequence
     start: int  # the step computes tokens [start, end)
     end: int
-    samples: bool  # whether that reaches the sequence's last token, and so yields the next one
-    draft_token_ids: tuple[int, ...] = ()  # the last of them, behind the sequence's own
+    samples: bool  # whether the step reaches the last token and so samples the next one
+    draft_token_ids: tuple[int, ...] = ()  # the last tokens of [start, end), after the sequence's
 
     @property
     def num_new_tokens(self) -> int:
@@ -149,8 +130,7 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """Tokens that the step yields: the one behind the sequence's last, and behind each
-        draft token the one that would follow, were it right."""
+        """Tokens that the step samples: one, and one more per draft token."""
         return 1 + len(self.draft_token_ids) if self.samples else 0
 
     def with_draft(self, draft_token_ids: list[int]) -> "ScheduledSequence":
@@ -159,7 +139,7 @@ class ScheduledSequence(NamedTuple):
 
     @classmethod
     def of(cls, sequence: Sequence, num_new_tokens: int) -> "ScheduledSequence":
-        """The next tokens of a sequence."""
+        """The sequence's next `num_new_tokens` tokens."""
         start = sequence.num_computed_tokens
         end = start + num_new_tokens
         return cls(sequence, start, end, end == sequence.num_tokens)

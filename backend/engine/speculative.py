@@ -1,9 +1,9 @@
 """Speculative decoding by prompt lookup: guesses of a sequence's next tokens, without a model.
 
-Where a text repeats itself (quotes, code, edits of what the prompt holds), what followed the last
-few tokens before is likely to follow them again. A step computes such draft tokens along with the
-sequence's own and keeps them as far as they are what it would have sampled anyway, so a draft
-changes how fast an answer comes and nothing else (`Scheduler.update`).
+Where a text repeats itself (quotes, code, edits of the prompt), the tokens that followed the last
+few tokens before are likely to follow them again. A step computes such draft tokens along with the
+sequence's own and keeps those that it would have sampled anyway. So a draft changes only how fast
+an answer is generated (`Scheduler.update`).
 """
 
 from itertools import count
@@ -17,26 +17,26 @@ _LONGEST_PAUSE = 32  # tokens
 class NgramProposer:
     """Drafts for one sequence (prompt lookup decoding; Saxena, 2023; vLLM's method "ngram").
 
-    An index of all n-grams so far makes a look-up take the same time at any length. Drafts grow
-    as they succeed, shrink as they fail, and pause after one that fails entirely, for twice as
-    long each time, so that a text that does not repeat itself costs little.
+    An index of all n-grams so far makes the time of a look-up independent of the length. Drafts
+    grow as they succeed, shrink as they fail, and pause after one that fails entirely, twice as
+    long each time. So a text that does not repeat itself costs little.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
         self._sizes = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
-        self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> where it last ended, [.., end)
-        self._num_indexed = 0  # tokens whose n-grams are in `_ends`
+        self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> its last occurrence's end
+        self._num_indexed = 0  # leading tokens whose n-grams are in `_ends`
         self._length = min(_FIRST_LENGTH, config.num_speculative_tokens)  # of the next draft
-        self._pause = 1  # after the next draft that fails
-        self._resumes_at = 0  # tokens of the sequence
+        self._pause = 1  # tokens to pause after the next draft that fails
+        self._resumes_at = 0  # length of the sequence at which the pause ends
 
     def is_paused(self, num_tokens: int) -> bool:
-        """Whether a sequence of so many tokens gets no draft, whatever they are."""
+        """Whether drafts pause at this length of the sequence."""
         return num_tokens < self._resumes_at
 
     def propose(self, token_ids: list[int], limit: int) -> list[int]:
-        """Up to `limit` tokens that may follow, [] where nothing is known of that."""
+        """Up to `limit` tokens that may follow; [] if the last tokens did not occur before."""
         if self.is_paused(len(token_ids)):
             return []
         self._index(token_ids)
@@ -47,7 +47,7 @@ class NgramProposer:
         return []
 
     def observe(self, num_tokens: int, num_accepted_tokens: int) -> None:
-        """Learn how much of a draft was right; with that, the sequence has so many tokens."""
+        """Learn how much of a draft was accepted; `num_tokens` is the sequence's new length."""
         self._length = min(2 * num_accepted_tokens + 1, self._config.num_speculative_tokens)
         if num_accepted_tokens:
             self._pause = 1
@@ -56,7 +56,7 @@ class NgramProposer:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _index(self, token_ids: list[int]) -> None:
-        """Take in all n-grams that have a token behind them: the last ones are looked up."""
+        """Index all n-grams that are followed by a token; the last ones are looked up."""
         known = len(token_ids) - 1
         for size in self._sizes:
             start = max(self._num_indexed + 1 - size, 0)
@@ -65,7 +65,7 @@ class NgramProposer:
         self._num_indexed = max(self._num_indexed, known)
 
     def _continue(self, token_ids: list[int], start: int, length: int) -> list[int]:
-        """What stands from `start` on; beyond the end, the draft itself goes on as it began."""
+        """The tokens from `start` on; beyond the end, the draft repeats itself."""
         period = len(token_ids) - start
         known = token_ids[start : start + length]
         return [known[i % period] for i in range(length)]

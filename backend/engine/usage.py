@@ -1,14 +1,14 @@
 """What each sequence has used of the device's time: the bill, to the nanosecond.
 
-A step's time D is shared among its sequences in proportion to
+A step's time D is divided among its sequences in proportion to
 
     w = a * new tokens + b * attended context + c
 
-and rounded by largest remainder, so that at every step the shares sum to D exactly, in integers.
-What is nobody's doing goes to accounts of the system. At all times
+and rounded by largest remainder, so that in every step the shares sum to D exactly, in integers.
+Time that no sequence causes is charged to system accounts. At all times
 
-    busy = what sequences were given + what the system's accounts were given
-    busy + idle = the time since the start
+    busy = time charged to sequences + time charged to the system accounts
+    busy + idle = time since the start
 
 Knows nothing of requests' text, business lines or prices.
 """
@@ -16,33 +16,33 @@ Knows nothing of requests' text, business lines or prices.
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 
-from tritium.backend.engine.request import Figures
+from tritium.backend.engine.request import SequenceUsage
 from tritium.backend.engine.sequence import ScheduledSequence, Sequence, SequenceStatus
 
-_GOOD_FIT = 0.8  # of the variance explained
+_GOOD_FIT = 0.8  # explained share of the variance
 
 
 class Weights(NamedTuple):
-    """What a sequence's part of a step costs, in picoseconds; only their ratios matter."""
+    """Cost of a sequence's share of a step, in picoseconds; only the ratios matter."""
 
-    token: int  # a: a token that is computed
-    context: int  # b: a token that one of those attends to, itself included
-    sequence: int  # c: taking part in the step
+    token: int  # a: per computed token
+    context: int  # b: per token that a computed token attends to, itself included
+    sequence: int  # c: per sequence
 
     def of(self, start: int, end: int, num_sequences: int = 1) -> int:
-        """Of computing tokens [start, end): token t attends to t + 1 tokens."""
+        """The cost of computing tokens [start, end); token t attends to t + 1 tokens."""
         num_tokens = end - start
         attended = num_tokens * (start + end + 1) // 2
         return self.token * num_tokens + self.context * attended + self.sequence * num_sequences
 
 
-# SmolLM2-135M in bfloat16 on two cores with AMX: used where the fit at warm-up is poor.
+# SmolLM2-135M in bfloat16 on two cores with AMX; used where the fit at warm-up is poor.
 DEFAULT_WEIGHTS = Weights(token=300_000_000, context=300_000, sequence=300_000_000)
 
 
@@ -55,38 +55,38 @@ class MeasuredStep(NamedTuple):
     duration: int  # ns
 
 
-class Shares(NamedTuple):
-    """Who pays for a step, and in what proportion."""
+class StepShares(NamedTuple):
+    """How a step's time will be divided: one weight per payer."""
 
     weights: list[int]
-    payers: list[Sequence]  # one a weight
-    recomputing: list[int]  # places of those who compute again what a preemption lost
+    payers: list[Sequence]  # a sequence appears twice where it recomputes only a part
+    recomputing: list[int]  # indices of shares for computing again what a preemption lost
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
+@dataclass(slots=True)
+class DeviceTotals:
     """Where the device's time has gone since the start, in ns. Plain data."""
 
     busy: int
-    idle: int
-    open: int  # given to sequences that have not ended
-    warmup: int
-    preemption: int  # computing again what a preempted sequence had lost
-    fault: int  # steps that failed
-    overrun: int  # rows of steps that were under way when their sequence ended
-    block_ns: int  # time integral of the KV blocks in use
-    is_quiet: bool  # no sequence is there, so that all of block_ns is on bills of ended ones
+    idle: int = 0
+    open: int = 0  # charged to sequences that have not ended
+    warmup: int = 0
+    preemption: int = 0  # computing again what a preempted sequence had lost
+    fault: int = 0  # steps that failed
+    overrun: int = 0  # rows of steps in flight when their sequence ended
+    block_ns: int = 0  # time integral of the KV blocks in use
+    is_quiet: bool = False  # no sequence is unfinished, so all of block_ns is billed
 
 
 class BusyTime:
-    """Shares the engine's time among sequences and the system's accounts.
+    """Divides the engine's time among sequences and system accounts.
 
-    A step's time runs from the moment the step before it was read until its own tokens are: so it
-    holds what the host does between steps, no moment counts twice where steps overlap, and on a
-    GPU that never waits it is what events around the step's kernels would show.
+    A step's time runs from the moment the previous step was read until its own tokens are. So it
+    includes the host's work between steps, no moment counts twice where steps overlap, and on a
+    GPU that never waits it equals what events around the step's kernels would measure.
 
     Args:
-        weights: How a step's time is shared.
+        weights: How a step's time is divided.
         warmup: ns that loading and warm-up took the device.
         clock: Integer ns.
     """
@@ -98,24 +98,23 @@ class BusyTime:
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self.weights = weights
-        self.busy = self.warmup = warmup
-        self.idle = self.sequences = self.preemption = self.fault = self.overrun = 0
-        self._closed = 0  # of what sequences were given, on bills that have been handed out
-        self._shared_weight = 0  # the sum of all w so far
         self.clock = clock
-        self._since = clock()  # what comes after is not accounted for yet
+        self._totals = DeviceTotals(busy=warmup, warmup=warmup)
+        self._closed = 0  # charged to sequences that have ended
+        self._total_weight = 0  # sum of all w so far
+        self._since = clock()  # time after this is not accounted for yet
 
     def end_idle(self) -> None:
         """Nothing was to be done since the last step."""
-        self.idle += self._lap()
+        self._totals.idle += self._lap()
 
     def end_failed_step(self) -> None:
         duration = self._lap()
-        self.busy += duration
-        self.fault += duration
+        self._totals.busy += duration
+        self._totals.fault += duration
 
-    def shares(self, batch: list[ScheduledSequence]) -> Shares:
-        """Who is going to pay for a step, as it is being launched::
+    def shares(self, batch: list[ScheduledSequence]) -> StepShares:
+        """How the time of a step that is being launched will be divided::
 
         |<- recomputed ->|<----- new ----->|
         start            num_lost_tokens   end
@@ -123,10 +122,10 @@ class BusyTime:
         token, context, constant = self.weights
         weights: list[int] = []
         payers: list[Sequence] = []
-        recomputing: list[int] = []  # places in payers
+        recomputing: list[int] = []
         for sequence, start, end, _, _ in batch:
             lost = sequence.num_lost_tokens
-            if end - start == 1 and lost <= start:  # most of them
+            if end - start == 1 and lost <= start:  # the common case
                 weights.append(token + context * end + constant)
                 payers.append(sequence)
                 continue
@@ -138,68 +137,63 @@ class BusyTime:
             if new < end:
                 weights.append(self.weights.of(new, end))
                 payers.append(sequence)
-        return Shares(weights, payers, recomputing)
+        return StepShares(weights, payers, recomputing)
 
-    def end_step(self, shares: Shares) -> int:
-        """Share the time of a step that has just been read, before its tokens are taken in.
+    def end_step(self, shares: StepShares) -> int:
+        """Divide the time of a step that has just been read, before its tokens are processed.
 
         Returns:
             The step's time in ns.
         """
         duration = self._lap()
-        self.busy += duration
-        self._shared_weight += sum(shares.weights)
+        totals = self._totals
+        totals.busy += duration
+        self._total_weight += sum(shares.weights)
         parts = split(duration, shares.weights)
-        not_theirs = 0
+        not_billed = 0
         for i in shares.recomputing:
             sequence, part = shares.payers[i], parts[i]
             if sequence.status is not SequenceStatus.FINISHED:
-                sequence.recompute_ns += part
-                self.preemption += part
-                not_theirs += part
+                sequence.usage.recompute_ns += part
+                totals.preemption += part
+                not_billed += part
                 parts[i] = 0
         finished = SequenceStatus.FINISHED
         for sequence, part in zip(shares.payers, parts, strict=True):
             if sequence.status is finished:
-                self.overrun += part
-                not_theirs += part
+                totals.overrun += part
+                not_billed += part
             elif len(sequence.token_ids) > len(sequence.request.prompt_token_ids):
-                sequence.decode_ns += part
+                sequence.usage.decode_ns += part
             else:
-                sequence.prefill_ns += part
-                if sequence.num_cached_tokens and not sequence.saved_ns:
-                    sequence.saved_ns = self._time_of(sequence.num_cached_tokens)
-        self.sequences += duration - not_theirs
+                sequence.usage.prefill_ns += part
+                if sequence.num_cached_tokens and not sequence.usage.saved_ns:
+                    sequence.usage.saved_ns = self._time_of(sequence.num_cached_tokens)
+        totals.open += duration - not_billed
         return duration
 
-    def close(self, figures: Iterable[Figures]) -> None:
-        """Note the bills that have been handed out."""
-        self._closed += sum(f.prefill_ns + f.decode_ns for f in figures)
+    def close(self, usages: Iterable[SequenceUsage]) -> None:
+        """Note the usage of sequences that have ended."""
+        billed = sum(usage.busy_ns for usage in usages)
+        self._totals.open -= billed
+        self._closed += billed
 
-    def totals(self, block_ns: int, is_quiet: bool) -> Totals:
-        return Totals(
-            busy=self.busy,
-            idle=self.idle,
-            open=self.sequences - self._closed,
-            warmup=self.warmup,
-            preemption=self.preemption,
-            fault=self.fault,
-            overrun=self.overrun,
-            block_ns=block_ns,
-            is_quiet=is_quiet,
-        )
+    def totals(self, block_ns: int, is_quiet: bool) -> DeviceTotals:
+        """A copy of the totals, with what the caller knows of blocks and sequences."""
+        return replace(self._totals, block_ns=block_ns, is_quiet=is_quiet)
 
     def check_integrity(self, unfinished: Iterable[Sequence]) -> None:
-        """Assert that every nanosecond is on one bill, and on one only."""
-        system = self.warmup + self.preemption + self.fault + self.overrun
-        assert self.busy == self.sequences + system
-        open_ns = sum(sequence.prefill_ns + sequence.decode_ns for sequence in unfinished)
-        assert self.sequences == self._closed + open_ns
+        """Assert that every nanosecond is on exactly one bill."""
+        t = self._totals
+        system = t.warmup + t.preemption + t.fault + t.overrun
+        assert t.busy == t.open + self._closed + system
+        assert t.open == sum(sequence.usage.busy_ns for sequence in unfinished)
 
     def _time_of(self, num_prompt_tokens: int) -> int:
-        """What computing so many tokens takes, at what a unit of weight has cost so far, in ns."""
+        """Estimated ns to compute a prompt, at the cost per unit of weight so far."""
         weight = self.weights.of(0, num_prompt_tokens, num_sequences=0)
-        return weight * (self.busy - self.warmup - self.fault) // self._shared_weight
+        t = self._totals
+        return weight * (t.busy - t.warmup - t.fault) // self._total_weight
 
     def _lap(self) -> int:
         now = self.clock()
@@ -210,7 +204,7 @@ class BusyTime:
 def split(total: int, weights: Seq[int]) -> list[int]:
     """Parts of `total` in proportion to positive weights, rounded by largest remainder.
 
-    They sum to `total`; of equal remainders the earlier one is rounded up.
+    The parts sum to `total`; of equal remainders the earlier one is rounded up.
     """
     whole = sum(weights)
     products = [total * weight for weight in weights]
@@ -225,18 +219,17 @@ def split(total: int, weights: Seq[int]) -> list[int]:
 
 
 def fit(steps: list[MeasuredStep]) -> Weights | None:
-    """Least squares of steps' times, with no negative weight; None where the fit is poor.
+    """Least-squares fit of steps' times, without negative weights; None where the fit is poor.
 
-    The model has a constant as well, for what a step costs whoever is in it; that is shared in
-    proportion to the rest.
+    The model also has a constant per step; that time is divided in proportion to the weights.
     """
-    if len(steps) <= 4:  # as many unknowns: anything fits
+    if len(steps) <= 4:  # four unknowns: anything fits
         return None
     columns = np.array([[s.num_tokens, s.attended, s.num_sequences, 1] for s in steps], float)
     durations = np.array([s.duration for s in steps], float)
     variance = ((durations - durations.mean()) ** 2).sum()
     best, least = np.zeros(4), np.inf
-    for size in range(1, 5):  # few unknowns: try all sets of those that are not zero
+    for size in range(1, 5):  # try each set of nonzero unknowns
         for kept in combinations(range(4), size):
             found, *_ = np.linalg.lstsq(columns[:, kept], durations, rcond=None)
             error = ((columns[:, kept] @ found - durations) ** 2).sum()

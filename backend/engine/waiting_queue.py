@@ -1,4 +1,4 @@
-"""Who waits, and in what order they are admitted. Pure bookkeeping."""
+"""Which sequences wait, and in which order they are admitted. Pure bookkeeping."""
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
@@ -8,11 +8,11 @@ from tritium.backend.engine.sequence import Sequence
 
 
 class WaitingQueue:
-    """Sequences in the order of class, priority, arrival; those that were promoted come first."""
+    """Sequences in the order of class, priority, arrival; promoted ones come first."""
 
     def __init__(self) -> None:
         self._queue: list[Sequence] = []
-        # In the order in which they joined; without those that were promoted.
+        # In the order in which they joined the queue; without promoted ones.
         self._joined: OrderedDict[Sequence, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -30,18 +30,18 @@ class WaitingQueue:
             self._joined[sequence] = None
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out one that is there."""
+        """Remove a sequence of the queue."""
         index = bisect_left(self._queue, _order(sequence), key=_order)
         assert self._queue[index] is sequence
         del self._queue[index]
         self._joined.pop(sequence, None)
 
     def longest(self) -> Sequence | None:
-        """Of those that were not promoted, the one that has waited longest."""
+        """The sequence that has waited longest, promoted ones excepted."""
         return next(iter(self._joined), None)
 
     def promote(self, sequence: Sequence) -> None:
-        """Let one that is there go before all that were not promoted."""
+        """Move a sequence of the queue before all that are not promoted."""
         self.remove(sequence)
         sequence.is_promoted = True
         self.add(sequence)
@@ -55,7 +55,7 @@ class WaitingQueue:
 
 
 def _order(sequence: Sequence) -> tuple[int, int, int]:
-    """No two have the same."""
+    """The sort key, unique per sequence."""
     if sequence.is_promoted:
-        return -1, 0, sequence.arrival
-    return sequence.request.request_class, sequence.request.priority, sequence.arrival
+        return -1, 0, sequence.arrival_index
+    return sequence.request.request_class, sequence.request.priority, sequence.arrival_index

@@ -4,9 +4,10 @@ import pytest
 
 from tests.conftest import FLOAT32
 from tests.greedy import SmallerRunner
+from tests.helpers import Collector
 from tritium.backend.config import SpeculativeConfig
 from tritium.backend.engine.engine import Engine
-from tritium.backend.engine.request import EngineRequest, FinishReason, SampledToken
+from tritium.backend.engine.request import EngineRequest, SampledToken
 from tritium.backend.runner.model_runner import ModelRunner
 from tritium.kernels import cpu
 
@@ -39,20 +40,20 @@ def prompts(tokenizer) -> list[list[int]]:
 def run(runner, requests, **changes) -> tuple[dict[int, tuple[list[SampledToken], str]], Engine]:
     """What each request gets and why it ends."""
     config = CONFIG.model_copy(update={"speculative_config": SPECULATIVE, **changes})
-    engine = Engine(config, runner, on_outputs=lambda outputs: None)
-    tokens: dict[int, list[SampledToken]] = {request.request_id: [] for request in requests}
-    reasons: dict[int, FinishReason] = {}
+    collector = Collector()
+    engine = Engine(config, runner, collector)
     for request in requests:
         engine.reserve()
         engine.submit(request)
-    while len(reasons) < len(requests):
-        for output in engine.step():
-            tokens[output.request_id] += output.tokens
-            if output.finish_reason:
-                reasons[output.request_id] = output.finish_reason
+    in_flight = None
+    while len(collector.reasons) < len(requests):
+        in_flight = engine.step(in_flight)
         engine.scheduler.check_integrity()
     assert engine.stats().num_used_blocks == 0
-    return {i: (tokens[i], reasons[i]) for i in tokens}, engine
+    tokens: dict[int, list[SampledToken]] = {request.request_id: [] for request in requests}
+    for output in collector.outputs:
+        tokens[output.request_id] += output.tokens
+    return {i: (tokens[i], reason) for i, [reason] in collector.reasons.items()}, engine
 
 
 def same_with_drafts(runner, prompts, fields=None, max_tokens=40, **changes) -> Engine:
@@ -159,6 +160,10 @@ def test_a_published_answer_is_what_it_says(runner, prompts):
     alone, _ = run(runner, [EngineRequest(1, turn, 16)])
     engine.reserve()
     engine.submit(EngineRequest(1, turn, 16))
-    outputs = [output for _ in range(16) for output in engine.step()]
+    engine.on_outputs = collector = Collector()
+    in_flight = None
+    while not collector.reasons:
+        in_flight = engine.step(in_flight)
+    outputs = collector.outputs
     assert outputs[0].num_cached_tokens >= 32
     assert [t.token_id for o in outputs for t in o.tokens] == [t.token_id for t in alone[1][0]]

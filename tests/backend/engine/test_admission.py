@@ -1,23 +1,30 @@
-"""Who is taken in: places, waiting tokens, how fast the queue moves. Times are made up."""
+"""Admission control: slots, waiting tokens, how fast the queue moves. With a fake clock."""
 
 import math
 
 import pytest
 
-from tests.helpers import make_request
-from tritium.backend.engine.admission import Admission
+from tests.helpers import make_config, make_request
+from tritium.backend.engine.admission import AdmissionControl
 from tritium.backend.engine.request import RequestClass
 from tritium.backend.errors import RefusalReason, Unavailable
 
 INTERACTIVE, OFFLINE = RequestClass
 
 
-def make_admission(max_num_seqs=2, max_queue_size=2, max_queue_tokens=10_000) -> Admission:
-    return Admission(max_num_seqs, max_queue_size, max_queue_tokens)
+def make_admission(max_num_seqs=2, max_queue_size=2, max_queue_tokens=10_000) -> AdmissionControl:
+    return AdmissionControl(
+        make_config(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs,
+            max_queue_size=max_queue_size,
+            max_queue_tokens=max_queue_tokens,
+        )
+    )
 
 
 def take(admission, *request_ids, now=0.0, num_tokens=10, request_class=INTERACTIVE):
-    """Requests that wait from now on."""
+    """Reserve slots and submit requests."""
     for request_id in request_ids:
         admission.reserve(1, request_class, math.inf, now)
         request = make_request(range(num_tokens), 1, request_id, request_class=request_class)
@@ -25,48 +32,48 @@ def take(admission, *request_ids, now=0.0, num_tokens=10, request_class=INTERACT
     admission.check_integrity()
 
 
-def refusal(admission, now=0.0, request_class=INTERACTIVE, patience=math.inf, num_places=1):
-    """(reason, message) of a request that is refused, None for one that is not."""
-    num_taken = admission.num_places
+def refusal(admission, now=0.0, request_class=INTERACTIVE, patience=math.inf, num_slots=1):
+    """The (reason, message) of a refused request, None if it is not refused."""
+    num_taken = admission.num_slots
     try:
-        admission.reserve(num_places, request_class, patience, now)
+        admission.reserve(num_slots, request_class, patience, now)
     except Unavailable as error:
-        assert admission.num_places == num_taken
+        assert admission.num_slots == num_taken
         return error.reason, str(error)
-    admission.release(num_places, request_class)
+    admission.release(num_slots, request_class)
     return None
 
 
-def test_more_than_there_are_places_for_are_refused():
+def test_requests_beyond_the_slots_are_refused():
     admission = make_admission()
     take(admission, 0, 1, 2)
     assert refusal(admission) is None
-    assert refusal(admission, num_places=2) == (
+    assert refusal(admission, num_slots=2) == (
         RefusalReason.QUEUE_FULL,
         "queue_full: 3 interactive requests are running or waiting (max_num_seqs 2 + "
         "max_queue_size 2); try again later",
     )
-    admission.admitted([0], 1.0)  # runs, and has its place still
-    assert refusal(admission, num_places=2)
+    admission.admitted([0], 1.0)  # runs, and still has its slot
+    assert refusal(admission, num_slots=2)
     admission.ended(0)
     admission.ended(2)  # never ran
     admission.check_integrity()
-    assert refusal(admission, num_places=3) is None
-    assert admission.num_places == 1
+    assert refusal(admission, num_slots=3) is None
+    assert admission.num_slots == 1
 
 
-def test_a_full_queue_of_one_class_leaves_the_other_its_places():
+def test_a_full_queue_of_one_class_leaves_the_other_its_slots():
     admission = make_admission()
     take(admission, 0, 1, 2, 3, request_class=OFFLINE)
     reason, message = refusal(admission, request_class=OFFLINE)
     assert (reason, "4 offline requests" in message) == (RefusalReason.QUEUE_FULL, True)
-    assert refusal(admission, num_places=4) is None
+    assert refusal(admission, num_slots=4) is None
 
 
 def test_prompt_tokens_count_while_they_wait():
     admission = make_admission(max_queue_size=9, max_queue_tokens=40)
     take(admission, 0, 1, num_tokens=19)
-    assert refusal(admission) is None  # one more may come
+    assert refusal(admission) is None  # one more may join
     take(admission, 2, num_tokens=5)
     assert refusal(admission) == (
         RefusalReason.QUEUE_TOKENS,
@@ -80,11 +87,11 @@ def test_prompt_tokens_count_while_they_wait():
     admission.check_integrity()
 
 
-def test_who_would_wait_too_long_is_refused():
+def test_request_that_would_wait_too_long_is_refused():
     admission = make_admission(max_queue_size=99)
     take(admission, *range(60))
     for i in range(50):
-        admission.admitted([i], now=i + 1)  # one a second
+        admission.admitted([i], now=i + 1)  # one per second
     assert refusal(admission, now=50, patience=10.0) is None
     reason, message = refusal(admission, now=50, patience=9.0)
     assert reason is RefusalReason.DEADLINE_UNMEETABLE

@@ -11,14 +11,14 @@ def make_manager(num_blocks: int, block_size: int = 4, prefix_cache: bool = True
 
 
 def computed(manager: BlockManager, prompt, **fields):
-    """A sequence whose prompt has been through the model, in one step."""
+    """A sequence whose prompt was computed in one step."""
     sequence = make_sequence(prompt, **fields)
     compute(manager, sequence, sequence.num_tokens)
     return sequence
 
 
 def started(manager: BlockManager, prompt, **fields):
-    """A sequence that holds its known prefix."""
+    """A sequence that holds its cached prefix."""
     sequence = make_sequence(prompt, **fields)
     manager.touch(sequence, manager.get_computed_blocks(sequence))
     return sequence
@@ -69,7 +69,7 @@ def test_an_allocation_that_fails_changes_nothing():
     assert sequence.block_table == [2, 3]
 
 
-def test_free_takes_everything_back():
+def test_free_takes_all_blocks_back():
     manager = make_manager(3)
     sequence = computed(manager, range(10))
     manager.free(sequence)
@@ -79,16 +79,16 @@ def test_free_takes_everything_back():
     manager.check_integrity([sequence])
 
 
-# -- which free block is taken next --
+# -- which free block is allocated next --
 
 
-def test_the_tail_of_a_prefix_is_taken_before_its_head():
+def test_the_tail_of_a_prefix_is_allocated_before_its_head():
     manager = make_manager(3)
     manager.free(computed(manager, range(12)))
     assert computed(manager, range(20, 32)).block_table == [2, 1, 0]
 
 
-def test_the_least_recently_freed_is_taken_first():
+def test_the_least_recently_freed_block_is_allocated_first():
     manager = make_manager(3)
     first, second, third = (computed(manager, [i] * 4) for i in range(3))
     for sequence in (second, third, first):
@@ -106,7 +106,7 @@ def test_reuse_makes_a_block_the_most_recently_used():
     assert computed(manager, range(20, 24)).block_table == [1]
 
 
-def test_free_blocks_without_content_are_taken_first():
+def test_free_blocks_without_content_are_allocated_first():
     manager = make_manager(4)
     full = computed(manager, range(4))  # block 0
     half = computed(manager, range(20, 22))  # block 1, never full, so never published
@@ -115,7 +115,7 @@ def test_free_blocks_without_content_are_taken_first():
     assert computed(manager, range(30, 46)).block_table == [1, 2, 3, 0]
 
 
-def test_without_prefix_cache_the_latest_freed_block_is_taken_first():
+def test_without_prefix_cache_the_latest_freed_block_is_allocated_first():
     manager = make_manager(3, prefix_cache=False)
     manager.free(computed(manager, range(8)))
     assert computed(manager, range(12)).block_table == [0, 1, 2]
@@ -124,7 +124,7 @@ def test_without_prefix_cache_the_latest_freed_block_is_taken_first():
 # -- prefix hits --
 
 
-def test_a_known_prefix_is_found_and_shared():
+def test_a_cached_prefix_is_found_and_shared():
     manager = make_manager(6)
     first = computed(manager, range(10))
     second = started(manager, range(10))
@@ -213,7 +213,7 @@ def test_hashes_cannot_be_foreseen_from_outside():
     assert first.block_hashes != second.block_hashes
 
 
-def test_the_answer_s_blocks_are_found_too():
+def test_blocks_of_an_answer_are_found():
     manager = make_manager(6)
     sequence = computed(manager, range(6))
     for token_id in (6, 7):
@@ -268,11 +268,11 @@ def test_of_equal_blocks_the_older_one_is_found():
     assert manager.num_cached_blocks == 2
     manager.free(first)
     manager.free(second)
-    assert computed(manager, range(20, 24)).block_table == [2]  # the copy goes first
+    assert computed(manager, range(20, 24)).block_table == [2]  # the copy is allocated first
     assert found(manager, range(9)) == [0, 1]
 
 
-def test_a_block_that_is_taken_is_no_longer_found():
+def test_an_allocated_block_is_no_longer_found():
     manager = make_manager(2)
     manager.free(computed(manager, range(8)))
     assert found(manager, range(9)) == [0, 1]
@@ -285,7 +285,7 @@ def test_a_block_that_is_taken_is_no_longer_found():
     manager.check_integrity([taker])
 
 
-def test_a_taken_block_is_found_under_its_new_content():
+def test_an_allocated_block_is_found_under_its_new_content():
     manager = make_manager(1)
     manager.free(computed(manager, [1] * 4))
     manager.free(computed(manager, [2] * 4))
@@ -293,7 +293,7 @@ def test_a_taken_block_is_found_under_its_new_content():
     assert found(manager, [2] * 5) == [0]
 
 
-def test_a_revived_block_is_not_handed_to_others():
+def test_a_revived_block_is_not_allocated_again():
     manager = make_manager(3)
     manager.free(computed(manager, range(4)))
     holder = started(manager, range(5))
@@ -307,19 +307,19 @@ def test_a_revived_block_is_not_handed_to_others():
 
 
 @pytest.mark.parametrize(("num_tokens", "fits"), [(12, True), (13, False)])
-def test_can_admit_does_not_count_revived_blocks_twice(num_tokens, fits):
+def test_revived_blocks_are_not_counted_twice(num_tokens, fits):
     manager = make_manager(3)
     manager.free(computed(manager, range(8)))
     sequence = make_sequence(range(num_tokens))
     blocks = manager.get_computed_blocks(sequence)
     assert blocks == [0, 1]
-    assert manager.num_free_blocks == 3  # two of them are those found
+    assert manager.num_free_blocks == 3  # including the two found ones
     missing = manager.num_missing_blocks(blocks, num_tokens)
     assert (missing <= manager.num_available_blocks) is fits
 
 
 @pytest.mark.parametrize(("num_tokens", "fits"), [(12, True), (13, False)])
-def test_can_admit_counts_blocks_that_others_hold_as_there(num_tokens, fits):
+def test_blocks_that_another_sequence_holds_are_not_missing(num_tokens, fits):
     manager = make_manager(3)
     computed(manager, range(8))
     sequence = make_sequence(range(num_tokens))

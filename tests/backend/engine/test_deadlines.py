@@ -1,4 +1,4 @@
-"""Deadlines by a made-up clock."""
+"""Deadlines, with a fake clock."""
 
 from tests.helpers import make_sequence
 from tritium.backend.engine.deadlines import Deadlines
@@ -21,7 +21,7 @@ def make_deadlines(*all_deadlines):
     return deadlines, sequences
 
 
-def test_they_are_missed_in_the_order_of_their_times():
+def test_deadlines_are_missed_in_the_order_of_their_times():
     deadlines, sequences = make_deadlines(
         (Deadline(3.0, Milestone.END, "c"),),
         (Deadline(1.0, Milestone.END, "a"), Deadline(2.0, Milestone.END, "never said")),
@@ -34,7 +34,7 @@ def test_they_are_missed_in_the_order_of_their_times():
     assert list(sequences) == [3]
 
 
-def test_two_at_the_same_time_are_one_miss():
+def test_two_deadlines_at_the_same_time_are_one_miss():
     same = (Deadline(1.0, Milestone.END, "end"), Deadline(1.0, Milestone.ADMISSION, "adm"))
     deadlines, sequences = make_deadlines(same)
     assert missed(deadlines, 1.0, sequences) == [(0, "adm")]
@@ -47,19 +47,19 @@ def test_a_milestone_that_was_reached_is_not_missed():
     )
     for sequence in sequences.values():
         sequence.scheduled_time = 0.5
-    sequences[0].num_pending_tokens = 1  # is not there yet
+    sequences[0].num_pending_tokens = 1  # not sampled yet
     sequences[1].token_ids.append(7)
     assert missed(deadlines, 1.0, sequences) == []
     assert missed(deadlines, 2.0, sequences) == [(0, "slow")]
 
 
-def test_those_of_ended_sequences_do_not_pile_up():
+def test_deadlines_of_ended_sequences_do_not_pile_up():
     deadlines, sequences = make_deadlines()
     for i in range(1000):
         sequence = make_sequence(request_id=i, deadlines=(Deadline(1e9, Milestone.END, ""),))
         deadlines.add(sequence)
         assert missed(deadlines, 0.0, sequences) == []
-        assert len(deadlines) <= 64
+        assert len(deadlines._heap) <= 64
     sequences[1000] = make_sequence(
         request_id=1000, deadlines=(Deadline(5.0, Milestone.END, "kept"),)
     )

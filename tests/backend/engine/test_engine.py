@@ -1,4 +1,4 @@
-"""The engine over a fake runner: places, endings, failures, its thread."""
+"""The engine over a fake runner: slots, endings, failures, its thread."""
 
 import gc
 import pickle
@@ -35,7 +35,7 @@ FOREVER = 10_000  # tokens
 
 
 class FailingRunner(CountingRunner):
-    """Fails in the steps of these numbers, the first is 1."""
+    """Fails to launch the steps with these numbers, counted from 1."""
 
     def __init__(self, *failing_steps: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class FailingRunner(CountingRunner):
 
 def make_engine(runner=None, **changes) -> tuple[Engine, Collector]:
     collector = Collector()
-    busy_time = BusyTime(clock=count().__next__)  # the same sums in each run
+    busy_time = BusyTime(clock=count().__next__)  # deterministic sums
     config = make_config(**changes)
     return Engine(config, runner or CountingRunner(), collector, busy_time), collector
 
@@ -63,30 +63,39 @@ def submit(engine, request_id=0, max_tokens=3, prompt=(1, 2, 3), **fields):
 
 
 def step_until_idle(engine, collector, num_requests):
+    """Step until so many requests have ended; returns the step in flight."""
+    in_flight = None
     while len(collector.reasons) < num_requests:
-        engine.step()
+        in_flight = engine.step(in_flight)
         engine.check_integrity()
+    return in_flight
+
+
+def outputs_of_step(engine, collector) -> list[EngineOutput]:
+    num_before = len(collector.outputs)
+    engine.step()
+    return collector.outputs[num_before:]
 
 
 def assert_idle(engine):
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
-    assert engine.admission.num_places == 0
-    engine.admission.check_integrity()
+    assert engine.admission_control.num_slots == 0
+    engine.admission_control.check_integrity()
 
 
 # -- what a step costs the host --
 
 
 def calls_of(engine: Engine) -> int:
-    """How many functions a step calls; unlike seconds, the same on any machine."""
+    """The number of function calls of a step; unlike seconds, the same on any machine."""
     calls = 0
 
     def count(frame, event, argument):
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    gc.disable()  # it calls whoever asked for that
+    gc.disable()  # it calls weak references' callbacks
     sys.setprofile(count)
     try:
         engine.step()
@@ -96,7 +105,7 @@ def calls_of(engine: Engine) -> int:
     return calls
 
 
-def test_a_step_costs_the_same_however_many_wait():
+def test_cost_of_a_step_does_not_depend_on_the_number_of_waiting_requests():
     def decoding(num_waiting: int) -> Engine:
         engine, _ = make_engine(max_num_seqs=4, max_queue_size=num_waiting)
         for i in range(4 + num_waiting):
@@ -108,7 +117,7 @@ def test_a_step_costs_the_same_however_many_wait():
     assert calls_of(decoding(5000)) == calls_of(decoding(10))
 
 
-def test_a_step_costs_in_proportion_to_the_sequences():
+def test_cost_of_a_step_is_linear_in_the_number_of_sequences():
     def calls(num_seqs: int) -> int:
         engine, _ = make_engine(
             CountingRunner(num_blocks=1024), max_num_seqs=num_seqs, max_num_batched_tokens=1024
@@ -123,10 +132,10 @@ def test_a_step_costs_in_proportion_to_the_sequences():
     assert (four_times - twice) / (twice - few) == pytest.approx(2, rel=0.05)
 
 
-# -- places --
+# -- slots --
 
 
-def test_a_full_queue_refuses_and_says_which_limit():
+def test_a_full_queue_refuses_and_names_the_limit():
     engine, _ = make_engine(max_num_seqs=2, max_queue_size=1)
     for _ in range(3):
         engine.reserve()
@@ -139,7 +148,7 @@ def test_a_full_queue_refuses_and_says_which_limit():
     assert refused.value.code == "UNAVAILABLE"
 
 
-def test_a_released_place_can_be_taken():
+def test_a_released_slot_can_be_reserved():
     engine, _ = make_engine(max_num_seqs=1, max_queue_size=0)
     engine.reserve()
     engine.release()
@@ -147,7 +156,7 @@ def test_a_released_place_can_be_taken():
 
 
 @pytest.mark.parametrize("ending", ["length", "abort"])
-def test_a_request_that_ends_gives_its_place_back(ending):
+def test_a_request_that_ends_gives_its_slot_back(ending):
     engine, collector = make_engine(max_num_seqs=1, max_queue_size=0)
     submit(engine)
     with pytest.raises(Unavailable):
@@ -158,13 +167,13 @@ def test_a_request_that_ends_gives_its_place_back(ending):
     engine.reserve()
 
 
-def test_a_reserved_place_counts_as_waiting():
+def test_a_reserved_slot_counts_as_waiting():
     engine, _ = make_engine()
     engine.reserve()
     assert engine.stats().num_waiting == 1
 
 
-def test_tokens_that_wait_are_counted_until_they_run():
+def test_prompt_tokens_count_as_waiting_until_their_request_runs():
     engine, collector = make_engine(max_num_seqs=1, max_queue_tokens=5)
     submit(engine, 0)
     submit(engine, 1)
@@ -178,17 +187,17 @@ def test_tokens_that_wait_are_counted_until_they_run():
     assert_idle(engine)
 
 
-def test_who_is_late_leaves_the_queue_before_a_step_is_spent_on_it():
-    engine, _ = make_engine(max_num_seqs=1)
+def test_a_late_request_leaves_the_queue_before_a_step_is_spent_on_it():
+    engine, collector = make_engine(max_num_seqs=1)
     late = Deadline(time.perf_counter() - 1, Milestone.ADMISSION, "too late")
     submit(engine, 0, deadlines=(late,))
-    [output] = engine.step()
+    [output] = outputs_of_step(engine, collector)
     assert (output.finish_reason, output.error) == (FinishReason.EXPIRED, "too late")
     assert engine.stats().num_computed_tokens == 0
     assert_idle(engine)
 
 
-def test_offline_places_are_not_interactive_ones():
+def test_classes_have_separate_slots():
     engine, collector = make_engine(max_num_seqs=1, max_queue_size=0)
     submit(engine, 0, request_class=RequestClass.OFFLINE)
     submit(engine, 1)
@@ -203,7 +212,7 @@ def test_offline_places_are_not_interactive_ones():
 
 
 class LoggingRunner(CountingRunner):
-    """Notes when steps are launched and read."""
+    """Records when steps are launched and read."""
 
     def __init__(self, **options) -> None:
         super().__init__(**options)
@@ -239,7 +248,7 @@ def test_without_overlap_each_step_is_read_at_once():
     assert runner.log == ["launch 0", "read 0", "launch 1", "read 1"]
 
 
-def test_whoever_needs_the_history_is_sampled_with_all_of_it():
+def test_a_request_that_needs_its_history_is_not_overlapped():
     runner = LoggingRunner(overlaps=True)
     engine, collector = make_engine(runner)
     submit(engine, max_tokens=3, presence_penalty=0.5)
@@ -247,17 +256,18 @@ def test_whoever_needs_the_history_is_sampled_with_all_of_it():
     assert runner.log == ["launch 0", "read 0", "launch 1", "read 1", "launch 2", "read 2"]
 
 
-def test_a_stop_token_that_is_read_late_ends_the_answer_where_it_stands():
+def test_a_stop_token_that_is_read_late_ends_the_answer_at_its_position():
     engine, collector = make_engine(CountingRunner(overlaps=True))
     submit(engine, max_tokens=8, stop_token_ids=frozenset([4]))
-    step_until_idle(engine, collector, 1)
+    in_flight = step_until_idle(engine, collector, 1)
     assert collector.token_ids(0) == [3, 4]
     assert collector.reasons == {0: [FinishReason.STOP]}
-    engine.step()  # reads the step that was launched too much
+    assert in_flight
+    assert engine.step(in_flight) is None  # reads the step that was launched too early
     assert engine.stats().num_used_blocks == 0
 
 
-def test_a_failing_launch_ends_whom_it_had_and_the_step_before_is_read(start):
+def test_a_failing_launch_ends_its_sequences_and_the_previous_step_is_read(start):
     runner = FailingRunner(2)
     runner.overlaps = True
     engine, collector = start(runner)
@@ -274,14 +284,14 @@ def test_a_failing_launch_ends_whom_it_had_and_the_step_before_is_read(start):
 
 
 class RepeatingRunner(LoggingRunner):
-    """Goes on in a loop that breaks at each eleventh token, so some drafts are wrong."""
+    """Repeats a loop that is broken at each eleventh token, so some drafts are wrong."""
 
     def token_at(self, position):
         return position if position % 11 == 0 else position % 3
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_drafts_change_the_number_of_steps_and_nothing_else(overlaps):
+def test_drafts_change_only_the_number_of_steps(overlaps):
     def run(**changes):
         runner = RepeatingRunner(num_blocks=24, overlaps=overlaps)
         engine, collector = make_engine(runner, prefix_cache="on", **changes)
@@ -302,8 +312,8 @@ def test_drafts_change_the_number_of_steps_and_nothing_else(overlaps):
     assert drafted_stats.num_steps < stats.num_steps
 
 
-def test_only_a_step_whose_tokens_a_draft_may_follow_is_read_at_once():
-    runner = LoggingRunner(overlaps=True)  # tokens that never repeat: drafts can't be made
+def test_a_step_that_a_draft_may_follow_is_read_at_once():
+    runner = LoggingRunner(overlaps=True)  # no token repeats, so there are no drafts
     engine, collector = make_engine(runner, speculative_config=SpeculativeConfig())
     submit(engine, 0, max_tokens=2)
     step_until_idle(engine, collector, 1)
@@ -317,7 +327,7 @@ def test_only_a_step_whose_tokens_a_draft_may_follow_is_read_at_once():
 # -- submit --
 
 
-def test_what_can_never_fit_is_refused_on_arrival():
+def test_a_request_that_can_never_fit_is_refused_on_arrival():
     engine, _ = make_engine(CountingRunner(num_blocks=5))  # 20 tokens
     with pytest.raises(InvalidArgument) as refused:
         engine.submit(make_request(range(14), max_tokens=8))
@@ -327,7 +337,7 @@ def test_what_can_never_fit_is_refused_on_arrival():
     )
 
 
-def test_what_just_fits_is_served():
+def test_a_request_that_just_fits_is_served():
     engine, collector = make_engine(CountingRunner(num_blocks=5))
     submit(engine, prompt=range(14), max_tokens=7)
     step_until_idle(engine, collector, 1)
@@ -338,20 +348,22 @@ def test_what_just_fits_is_served():
 def test_outputs_come_step_by_step():
     engine, collector = make_engine()
     submit(engine, max_tokens=2)
-    assert [o.tokens for o in engine.step()] == [[SampledToken(3, None)]]
-    assert [o.finish_reason for o in engine.step()] == [LENGTH]
-    assert engine.step() == []
+    [first] = outputs_of_step(engine, collector)
+    assert first.tokens == [SampledToken(3, None)]
+    [second] = outputs_of_step(engine, collector)
+    assert second.finish_reason == LENGTH
+    assert outputs_of_step(engine, collector) == []
     assert collector.token_ids(0) == [3, 4]
 
 
 def test_an_idle_engine_does_not_run_the_model():
     engine, collector = make_engine(FailingRunner(1))
-    assert engine.step() == []
+    assert engine.step() is None
     assert engine.stats().num_steps == 0
     assert collector.outputs == []
 
 
-def test_stats_tell_what_is_there_and_what_was_done():
+def test_stats():
     engine, collector = make_engine(CountingRunner(num_blocks=9), max_num_seqs=2)
     for i in range(3):
         submit(engine, i, max_tokens=2, prompt=range(5))
@@ -382,17 +394,17 @@ def test_abort_of_a_running_request():
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_an_output_is_handed_out_once(overlaps):
-    """However late it is looked at: those of a step don't join what was handed out before."""
+    """A list that was handed out does not change later."""
     handed_out: list[list[EngineOutput]] = []
     engine = Engine(make_config(), CountingRunner(overlaps=overlaps), handed_out.append)
     for number in range(3):
         submit(engine, number, max_tokens=8)
-    engine.step()
+    in_flight = engine.step()
     engine.abort(1)
-    engine.step()
+    in_flight = engine.step(in_flight)
     submit(engine, 3, max_tokens=8, bad_words=((1, 2),))  # can't be overlapped
     for _ in range(12):
-        engine.step()
+        in_flight = engine.step(in_flight)
     outputs = [output for handed in handed_out for output in handed]
     for number in (0, 2, 3):
         tokens = [
@@ -407,7 +419,7 @@ def test_abort_of_a_queued_request():
     submit(engine, 1)
     engine.step()
     engine.abort(1)
-    [aborted, _] = engine.step()
+    [aborted, _] = outputs_of_step(engine, collector)
     assert (aborted.request_id, aborted.tokens, aborted.finish_reason) == (1, [], CANCELLED)
     step_until_idle(engine, collector, 2)
     assert collector.reasons == {0: [LENGTH], 1: [CANCELLED]}
@@ -417,19 +429,20 @@ def test_abort_before_the_first_step():
     engine, collector = make_engine()
     submit(engine)
     engine.abort(0)
-    assert [output.finish_reason for output in engine.step()] == [CANCELLED]
+    [output] = outputs_of_step(engine, collector)
+    assert output.finish_reason == CANCELLED
     assert collector.reasons == {0: [CANCELLED]}
     assert engine.stats().num_steps == 0
     assert_idle(engine)
 
 
-def test_abort_of_what_has_ended_or_never_was_does_nothing():
+def test_abort_of_an_ended_or_unknown_request_does_nothing():
     engine, collector = make_engine()
     submit(engine)
     step_until_idle(engine, collector, 1)
     for request_id in (0, 0, 99):
         engine.abort(request_id)
-    assert engine.step() == []
+    assert outputs_of_step(engine, collector) == []
     assert collector.reasons == {0: [LENGTH]}
     assert_idle(engine)
 
@@ -439,7 +452,7 @@ def test_abort_of_what_has_ended_or_never_was_does_nothing():
 
 @pytest.fixture
 def start():
-    """Makes engines that run on their own thread, and stops them."""
+    """Makes engines that run on their own thread, and stops them at the end of the test."""
     engines = []
 
     def start(runner=None, **changes):
@@ -453,7 +466,7 @@ def start():
         engine.stop(0)
 
 
-def test_the_thread_serves_what_comes(start):
+def test_the_thread_serves_requests(start):
     engine, collector = start()
     assert engine.is_alive()
     for i in range(5):
@@ -461,7 +474,7 @@ def test_the_thread_serves_what_comes(start):
     collector.wait_until_finished(*range(5))
     assert collector.reasons == {i: [LENGTH] for i in range(5)}
     assert collector.token_ids(4) == [3, 4, 5]
-    submit(engine, 5)  # after it was idle
+    submit(engine, 5)  # after the engine was idle
     collector.wait_until_finished(5)
 
 
@@ -481,15 +494,15 @@ def test_a_step_that_fails_ends_the_running_requests_only(start):
 @pytest.mark.parametrize(
     ("max_tokens", "reasons"),
     [(1, {0: [LENGTH], 1: [ERROR]}), (5, {0: [ERROR], 1: [ERROR]})],
-    ids=["its last token is in the step before", "it goes on"],
+    ids=["its last token is in the previous step", "it continues"],
 )
-def test_a_failing_launch_ends_its_own_and_gives_out_what_the_step_before_sampled(
+def test_a_failing_launch_ends_its_sequences_after_the_tokens_of_the_previous_step(
     max_tokens, reasons
 ):
     runner = FailingRunner(2)
     runner.overlaps = True
     engine, collector = make_engine(runner, max_num_batched_tokens=4)
-    submit(engine, 0, max_tokens, prompt=range(4))  # all of the first step
+    submit(engine, 0, max_tokens, prompt=range(4))  # fills the first step
     submit(engine, 1, prompt=range(3))
     engine.start()
     collector.wait_until_finished(0, 1)
@@ -500,7 +513,7 @@ def test_a_failing_launch_ends_its_own_and_gives_out_what_the_step_before_sample
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_a_failing_read_ends_those_of_its_step_only(start, overlaps):
+def test_a_failing_read_ends_only_the_sequences_of_its_step(start, overlaps):
     class Unreadable(CountingRunner):
         def launch(self, batch):
             read = super().launch(batch)
@@ -510,7 +523,7 @@ def test_a_failing_read_ends_those_of_its_step_only(start, overlaps):
     engine, collector = make_engine(
         Unreadable(overlaps=overlaps), max_num_seqs=2, max_num_batched_tokens=4
     )
-    submit(engine, 0, max_tokens=2)  # ends before request 1 comes in
+    submit(engine, 0, max_tokens=2)  # ends before request 1 starts
     submit(engine, 1, prompt=range(8))
     submit(engine, 2, prompt=range(8))
     engine.start()
@@ -522,7 +535,7 @@ def test_a_failing_read_ends_those_of_its_step_only(start, overlaps):
     assert_idle(engine)
 
 
-def test_a_request_that_can_t_be_started_is_refused_and_nobody_else():
+def test_a_grammar_that_can_t_be_started_refuses_only_its_request():
     class Grammar:
         def start(self):
             raise ValueError("no such grammar")
@@ -535,7 +548,7 @@ def test_a_request_that_can_t_be_started_is_refused_and_nobody_else():
     assert collector.reasons == {2: [LENGTH]}
 
 
-def test_three_failures_in_a_row_end_everything(start):
+def test_three_failures_in_a_row_end_the_engine(start):
     engine, collector = make_engine(FailingRunner(1, 2, 4, 5, 6), max_num_seqs=1)
     for i in range(8):
         submit(engine, i, max_tokens=1)
@@ -555,7 +568,7 @@ def test_three_failures_in_a_row_end_everything(start):
 
 
 class CrampedRunner(CountingRunner):
-    """Has memory for steps of so many tokens."""
+    """Has memory for steps of at most `max_tokens` tokens."""
 
     max_tokens = 5
 
@@ -566,7 +579,7 @@ class CrampedRunner(CountingRunner):
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_a_step_without_memory_is_tried_in_smaller_ones(overlaps):
+def test_a_step_without_memory_is_repeated_in_smaller_steps(overlaps):
     engine, collector = make_engine(
         CrampedRunner(overlaps=overlaps), max_num_seqs=8, max_num_batched_tokens=32
     )
@@ -580,7 +593,7 @@ def test_a_step_without_memory_is_tried_in_smaller_ones(overlaps):
     assert_idle(engine)
 
 
-def test_steps_grow_again_where_memory_is_back():
+def test_steps_grow_again_when_there_is_memory():
     runner = CrampedRunner(num_blocks=FOREVER)
     engine, collector = make_engine(runner, max_num_batched_tokens=16)
     submit(engine, 0, max_tokens=1000, prompt=range(16))
@@ -613,7 +626,7 @@ def test_a_step_of_one_token_without_memory_fails_its_sequence(start):
 # -- endings --
 
 
-def test_a_step_that_hangs_does_not_hold_up_the_end(monkeypatch):
+def test_stop_does_not_wait_for_ever_for_a_step_that_hangs(monkeypatch):
     monkeypatch.setattr("tritium.backend.engine.engine._STEP_SECONDS", 0.05)
     gate = threading.Event()
 
@@ -628,19 +641,19 @@ def test_a_step_that_hangs_does_not_hold_up_the_end(monkeypatch):
     until(lambda: not engine._inbox)
     engine.stop(0)
     assert collector.reasons == {0: [SHUTDOWN]}
-    gate.set()  # it comes back, and changes nothing
+    gate.set()  # the step returns, and changes nothing
     until(lambda: engine.stats().num_steps == 1)
     assert collector.reasons == {0: [SHUTDOWN]}
     assert_idle(engine)
 
 
-def test_the_loop_goes_on_after_many_failures(start):
+def test_the_loop_continues_after_failures_that_are_not_in_a_row(start):
     engine, collector = start(FailingRunner(1, 2, 4))
     for i in range(5):
         submit(engine, i)
         collector.wait_until_finished(i)
     assert collector.reasons == {0: [ERROR], 1: [ERROR], 2: [ERROR], 3: [LENGTH], 4: [LENGTH]}
-    assert collector.token_ids(2) == [3]  # what it had before the step that failed
+    assert collector.token_ids(2) == [3]  # from before the step that failed
     assert engine.is_alive()
 
 
@@ -674,7 +687,7 @@ def test_stop_lets_running_and_queued_requests_finish():
     assert_idle(engine)
 
 
-def test_stop_ends_what_does_not_finish_in_time():
+def test_stop_ends_requests_that_do_not_finish_in_time():
     runner = CountingRunner(num_blocks=FOREVER, seconds=0.001)
     engine, collector = make_engine(runner, max_num_seqs=1)
     engine.start()
@@ -688,7 +701,7 @@ def test_stop_ends_what_does_not_finish_in_time():
     assert_idle(engine)
 
 
-def test_stop_of_an_engine_that_never_started_ends_what_it_has():
+def test_stop_of_an_engine_that_never_started_ends_its_requests():
     engine, collector = make_engine()
     submit(engine, 0)
     submit(engine, 1)
@@ -706,7 +719,7 @@ def test_a_stopping_engine_refuses_new_requests():
 
 
 def test_a_request_that_is_submitted_after_stop_is_answered():
-    """It took its place before, and was tokenised meanwhile."""
+    """It reserved its slot before, and was tokenised meanwhile."""
     engine, collector = make_engine()
     engine.start()
     engine.reserve()
@@ -719,7 +732,7 @@ def test_a_request_that_is_submitted_after_stop_is_answered():
 
 
 def test_200_threads_submit_and_abort(start):
-    """Every second one is aborted, sooner or later; the pool is small, so some are preempted."""
+    """Every second request is aborted after a while; the small KV cache makes some preempted."""
     runner = CountingRunner(num_blocks=12)
     engine, collector = start(runner, max_num_seqs=8, prefix_cache="on", max_queue_size=500)
     barrier = threading.Barrier(200)
@@ -754,7 +767,7 @@ def test_200_threads_submit_and_abort(start):
     engine.scheduler.check_integrity()
 
 
-def test_what_crosses_to_the_front_is_plain_data():
+def test_requests_and_outputs_are_plain_data():
     tokens = [SampledToken(5, TokenLogprobs(-0.5, 1, [(5, -0.5)]))]
     for data in (make_request(seed=7), EngineOutput(0, tokens, LENGTH)):
         assert pickle.loads(pickle.dumps(data)) == data

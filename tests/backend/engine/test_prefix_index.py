@@ -1,4 +1,4 @@
-"""The shadow index: what could be reused, beside a slow calculation, and what it decides."""
+"""The prefix index: reusable tokens, compared with a slow calculation, and its decisions."""
 
 import logging
 import random
@@ -15,7 +15,7 @@ BLOCK_SIZE = 4
 
 
 def chain(*blocks: int) -> list[bytes]:
-    """Hashes of a prompt that is made of these blocks, as they should be: with all before them."""
+    """Hashes of a prompt that consists of these blocks, each with all blocks before it."""
     return [str(blocks[: i + 1]).encode() for i in range(len(blocks))]
 
 
@@ -24,9 +24,9 @@ def observe(index: PrefixIndex, *blocks: int, scope: str = "a", more: int = 1) -
 
 
 def reusable(prompts: list[list[int]], num_blocks: int) -> int:
-    """Blocks of each prompt that are among the last `num_blocks` different ones used before.
+    """Leading blocks of the prompts that are among the last `num_blocks` different used blocks.
 
-    By looking back through all that was used, the head of a prompt after its tail.
+    Found by searching back through all used blocks; a prompt's head counts as used after its tail.
     """
     used: list[bytes] = []
     num_reusable = 0
@@ -40,10 +40,10 @@ def reusable(prompts: list[list[int]], num_blocks: int) -> int:
 
 
 @pytest.mark.parametrize("num_blocks", [1, 5, 20, 60, 1000])
-def test_it_counts_as_a_slow_calculation_does(num_blocks, monkeypatch):
+def test_counts_match_a_slow_calculation(num_blocks, monkeypatch):
     monkeypatch.setattr(prefix_index, "WINDOW_BLOCKS", 1000)
     rng = random.Random(num_blocks)
-    # Conversations that go on, and prompts with a beginning in common.
+    # Conversations that continue, and prompts with a common beginning.
     prompts = [[rng.randrange(3)] for _ in range(3)]
     for _ in range(300):
         earlier = rng.choice(prompts[-20:])
@@ -69,7 +69,7 @@ def test_the_last_token_of_a_prompt_is_not_reused():
     observe(index, 1, 2, more=0)
     observe(index, 1, 2, more=0)
     assert index.total == Overlap(16, 4, 4)
-    observe(index, 1, 2, 3)  # whose second block is there nevertheless
+    observe(index, 1, 2, 3)  # its second block is found nevertheless
     assert index.total == Overlap(29, 12, 12)
 
 
@@ -77,7 +77,7 @@ def switches(index: PrefixIndex, prompts, scope: str = "a") -> list[bool]:
     return [observe(index, *prompt, scope=scope) for prompt in prompts]
 
 
-def test_a_common_beginning_switches_reuse_on_and_other_traffic_off_again(caplog):
+def test_a_common_beginning_switches_reuse_on_and_other_traffic_switches_it_off(caplog):
     index = PrefixIndex(1000, BLOCK_SIZE)
     caplog.set_level(logging.INFO, "tritium")
     on = switches(index, ([*range(8), 100 + i] for i in range(64)))
@@ -85,13 +85,13 @@ def test_a_common_beginning_switches_reuse_on_and_other_traffic_off_again(caplog
     # 8 of 9 blocks of all but the first: about 15 x 32 of 16 x 37 tokens.
     assert "prefix cache on for scope 'a': 81.2% of its prompts' tokens" in caplog.text
     off = switches(index, ([1000 + i] * 9 for i in range(1000)))
-    assert off.index(False) > 200  # not before most of what is remembered says so
+    assert off.index(False) > 200  # not before most remembered requests agree
     assert not any(off[off.index(False) :])
     assert caplog.text.count("prefix cache") == 2
 
 
-def test_between_the_bounds_it_stays_as_it_is():
-    """One prompt in 6 or 7 repeats an earlier one: some 15 %."""
+def test_between_the_bounds_reuse_is_not_switched():
+    """One prompt in 6 or 7 repeats an earlier one: about 15 %."""
 
     def mixed(start: int):
         return ([start + i // 6 * 6 if i % 6 == 5 else start + i] * 9 for i in range(600))
@@ -103,21 +103,21 @@ def test_between_the_bounds_it_stays_as_it_is():
     assert all(switches(warm, mixed(10)))
 
 
-def test_unrelated_prompts_leave_it_off():
+def test_unrelated_prompts_leave_reuse_off():
     index = PrefixIndex(1000, BLOCK_SIZE)
     assert not any(switches(index, ([i] * 9 for i in range(64))))
     assert index.total.num_window_tokens == 0
 
 
-def test_what_the_kv_cache_has_no_room_for_does_not_switch_it_on():
+def test_prefixes_that_do_not_fit_in_the_kv_cache_do_not_switch_reuse_on():
     index = PrefixIndex(100, BLOCK_SIZE)
-    prompts = [[i] * 9 for i in range(20)]  # 180 blocks, again and again
+    prompts = [[i] * 9 for i in range(20)]  # 180 blocks, repeated
     assert not any(switches(index, prompts * 5))
     assert index.total.num_pool_tokens == 0
     assert index.total.num_window_tokens / index.total.num_tokens > 0.7
 
 
-def test_scopes_are_measured_and_decided_apart():
+def test_scopes_are_independent():
     index = PrefixIndex(1000, BLOCK_SIZE)
     for i in range(32):
         repeating = observe(index, 1, 2, 3, scope="a")
@@ -125,7 +125,7 @@ def test_scopes_are_measured_and_decided_apart():
     assert (repeating, changing) == (True, False)
 
 
-def test_memory_is_bounded_whatever_the_scopes(monkeypatch):
+def test_memory_is_bounded_for_any_number_of_scopes(monkeypatch):
     monkeypatch.setattr(prefix_index, "_MAX_BLOCKS", 500)
     index = PrefixIndex(50, BLOCK_SIZE)
     for i in range(200):
@@ -133,26 +133,26 @@ def test_memory_is_bounded_whatever_the_scopes(monkeypatch):
         busy = observe(index, 1, 2, 3, scope="busy")
         assert index._num_kept <= 500
         assert index._num_kept == sum(scope.num_kept for scope in index._scopes.values())
-    assert busy  # who has requests all the time is not forgotten
+    assert busy  # a busy scope is not forgotten
     assert len(index._scopes) < 10
 
 
 # -- with the engine --
 
 
-def test_the_engine_reuses_where_it_pays():
+def test_the_engine_reuses_prefixes_that_repeat():
     engine, collector = make_engine(prefix_cache="auto", max_queue_size=100)
     for i in range(40):
         submit(engine, i, max_tokens=1, prompt=[*range(12), 100 + i])
         step_until_idle(engine, collector, i + 1)
     cached = {output.request_id: output.num_cached_tokens for output in collector.outputs}
-    # The 16th is the first to publish its blocks.
+    # The 16th request is the first that publishes its blocks.
     assert [cached[i] for i in range(40)] == [0] * 16 + [12] * 24
     overlap = engine.stats().prefix_overlap
     assert overlap == Overlap(40 * 13, 39 * 12, 39 * 12)
 
 
-def test_the_engine_publishes_nothing_where_it_does_not_pay():
+def test_the_engine_publishes_nothing_if_prompts_do_not_repeat():
     engine, collector = make_engine(prefix_cache="auto")
     for i in range(40):
         submit(engine, i, max_tokens=1, prompt=[100 + i] * 9)
@@ -161,7 +161,7 @@ def test_the_engine_publishes_nothing_where_it_does_not_pay():
     assert engine.stats().prefix_overlap.num_tokens == 40 * 9
 
 
-def test_answers_to_one_prompt_are_one_request_to_it():
+def test_several_answers_to_one_prompt_count_once():
     engine, collector = make_engine(prefix_cache="auto")
     engine.reserve(3)
     engine.submit(*(make_request(range(9), 2, i, fork_of=0 if i else None) for i in range(3)))
@@ -169,7 +169,7 @@ def test_answers_to_one_prompt_are_one_request_to_it():
     assert engine.stats().prefix_overlap == Overlap(9, 0, 0)
 
 
-def test_hashes_are_those_of_the_block_manager():
+def test_hashes_depend_on_tokens_and_salt():
     manager = BlockManager(16, BLOCK_SIZE, prefix_cache=True)
     sequence = make_sequence(range(11), cache_salt=b"x")
     hashes = list(manager.hash_prompt(sequence))

@@ -4,7 +4,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from tests.helpers import make_sequence
+from tests.helpers import make_config, make_sequence
 from tritium.backend.config import RepetitionDetection, SpeculativeConfig
 from tritium.backend.engine.block_manager import BlockManager
 from tritium.backend.engine.repetition import ends_in_loop
@@ -15,26 +15,16 @@ from tritium.backend.engine.request import (
     RequestClass,
     SampledToken,
 )
-from tritium.backend.engine.scheduler import Policy, Scheduler
+from tritium.backend.engine.scheduler import Scheduler
 from tritium.backend.engine.sequence import ScheduledSequence, SequenceStatus
 
-CONTENT = 7  # the token that every step samples, unless a test says otherwise
+CONTENT = 7  # the token that each step samples by default
 
 
-def make_scheduler(
-    num_blocks=100,
-    block_size=4,
-    max_num_seqs=4,
-    max_num_batched_tokens=16,
-    prefix_cache=False,
-    speculative=None,
-    policy=None,
-    clock=lambda: 1.0,
-) -> Scheduler:
-    manager = BlockManager(num_blocks, block_size, prefix_cache)
-    return Scheduler(
-        manager, max_num_seqs, max_num_batched_tokens, speculative, policy, clock=clock
-    )
+def make_scheduler(num_blocks=100, prefix_cache=False, clock=lambda: 1.0, **changes) -> Scheduler:
+    config = make_config(**{"reserve_blocks_per_seq": 0, **changes})
+    manager = BlockManager(num_blocks, config.block_size, prefix_cache)
+    return Scheduler(config, manager, clock)
 
 
 def add(scheduler, *sequences):
@@ -43,7 +33,7 @@ def add(scheduler, *sequences):
 
 
 def step(scheduler, token_id=CONTENT):
-    """One step: (what it computed, its outputs)."""
+    """One step: ([(request id, new tokens)], outputs)."""
     batch = scheduler.schedule()
     planned = [(s.sequence.request_id, s.num_new_tokens) for s in batch]
     sampled = [SampledToken(token_id, None)] * sum(s.num_samples for s in batch)
@@ -94,13 +84,13 @@ def test_prefill_fills_what_the_decodes_leave_of_the_budget():
     ]
 
 
-def test_a_started_prompt_goes_before_a_waiting_one():
+def test_a_started_prompt_is_scheduled_before_a_waiting_one():
     scheduler = make_scheduler(max_num_batched_tokens=4)
     add(scheduler, make_sequence(range(6), request_id=0), make_sequence(range(6), request_id=1))
     assert plans(scheduler, 3) == [[(0, 4)], [(0, 2), (1, 2)], [(0, 1), (1, 3)]]
 
 
-def test_decodes_stand_first_in_the_batch():
+def test_decodes_come_first_in_the_batch():
     scheduler = make_scheduler()
     add(
         scheduler,
@@ -122,8 +112,8 @@ def test_each_token_goes_to_its_own_sequence():
     assert [s.token_ids[-1] for s in scheduler.running] == [20, 10]
 
 
-def test_the_budget_must_let_every_running_sequence_move():
-    with pytest.raises(AssertionError):
+def test_the_budget_has_a_token_for_each_running_sequence():
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens \(4\).*max_num_seqs \(5\)"):
         make_scheduler(max_num_seqs=5, max_num_batched_tokens=4)
 
 
@@ -137,7 +127,7 @@ def test_no_more_than_max_num_seqs_run():
     assert ids(scheduler.waiting) == [2]
 
 
-def test_a_finished_sequence_s_place_is_filled_in_the_next_step():
+def test_the_slot_of_a_finished_sequence_is_filled_in_the_next_step():
     scheduler = make_scheduler(max_num_seqs=2)
     add(
         scheduler,
@@ -154,7 +144,7 @@ def test_first_come_first_served():
     assert plans(scheduler, 3) == [[(5, 1)], [(3, 1)], [(9, 1)]]
 
 
-def test_who_fits_need_not_wait_behind_one_that_does_not():
+def test_a_sequence_that_fits_bypasses_one_that_does_not():
     scheduler = make_scheduler(num_blocks=4)
     add(
         scheduler,
@@ -165,8 +155,8 @@ def test_who_fits_need_not_wait_behind_one_that_does_not():
     assert plans(scheduler, 3) == [[(2, 1), (0, 5)], [(0, 1), (2, 1)], [(2, 1), (1, 12)]]
 
 
-def test_one_that_does_not_fit_is_bypassed_only_so_often():
-    scheduler = make_scheduler(num_blocks=4, policy=Policy(max_bypasses=2))
+def test_a_sequence_is_bypassed_at_most_max_bypasses_times():
+    scheduler = make_scheduler(num_blocks=4, max_bypasses=2)
     large = make_sequence(range(16), max_tokens=1, request_id=1)  # all 4 blocks
     add(scheduler, make_sequence(range(5), max_tokens=5, request_id=0), large)
     add(scheduler, *(make_sequence([1], max_tokens=1, request_id=i) for i in range(2, 6)))
@@ -175,8 +165,8 @@ def test_one_that_does_not_fit_is_bypassed_only_so_often():
     assert plans(scheduler, 5) == [[(0, 1)], [(0, 1)], [(0, 1)], [(1, 16)], [(4, 1), (5, 1)]]
 
 
-def test_without_bypasses_the_head_of_the_queue_is_waited_for():
-    scheduler = make_scheduler(num_blocks=4, policy=Policy(max_bypasses=0))
+def test_without_bypasses_all_wait_for_the_head_of_the_queue():
+    scheduler = make_scheduler(num_blocks=4, max_bypasses=0)
     add(
         scheduler,
         make_sequence(range(5), max_tokens=2, request_id=0),  # 2 blocks
@@ -186,36 +176,32 @@ def test_without_bypasses_the_head_of_the_queue_is_waited_for():
     assert plans(scheduler, 3) == [[(0, 5)], [(0, 1)], [(2, 1), (1, 12)]]
 
 
-def test_admission_leaves_blocks_for_those_that_run():
-    scheduler = make_scheduler(
-        num_blocks=6, max_num_batched_tokens=32, policy=Policy(reserve_blocks_per_seq=1)
-    )
+def test_admission_leaves_blocks_for_running_sequences():
+    scheduler = make_scheduler(num_blocks=6, max_num_batched_tokens=32, reserve_blocks_per_seq=1)
     add(scheduler, *(make_sequence(range(8), max_tokens=9, request_id=i) for i in range(3)))
     assert plans(scheduler, 1) == [[(0, 8), (1, 8)]]  # the third needs 2 of 2 free blocks
     scheduler.end(1, FinishReason.CANCELLED)
-    assert plans(scheduler, 1) == [[(0, 1), (2, 8)]]  # 3 blocks were free for 2 and 1
+    assert plans(scheduler, 1) == [[(0, 1), (2, 8)]]  # of 3 free blocks it takes 2, and 1 is left
 
 
-def test_the_reserve_does_not_keep_anybody_from_running_alone():
-    scheduler = make_scheduler(num_blocks=4, policy=Policy(reserve_blocks_per_seq=3))
+def test_a_sequence_that_runs_alone_needs_no_reserve():
+    scheduler = make_scheduler(num_blocks=4, reserve_blocks_per_seq=3)
     add(scheduler, *(make_sequence(range(16), max_tokens=1, request_id=i) for i in range(2)))
     assert plans(scheduler, 2) == [[(0, 16)], [(1, 16)]]
 
 
-def test_a_prompt_is_admitted_only_when_all_of_it_fits():
+def test_a_prompt_is_admitted_only_if_all_of_it_fits():
     scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=8)
     add(scheduler, make_sequence(range(5), request_id=0), make_sequence(range(12), request_id=1))
-    assert plans(scheduler, 2) == [[(0, 5)], [(0, 1)]]  # 2 blocks free, its chunk needs no more
+    assert plans(scheduler, 2) == [[(0, 5)], [(0, 1)]]  # 2 blocks are free, enough only for a chunk
 
 
 # -- preemption --
 
 
 def preempting(prefix_cache=False):
-    """The first sequence's ninth token needs a fifth block of four: it takes the second's."""
-    scheduler = make_scheduler(
-        num_blocks=4, prefix_cache=prefix_cache, policy=Policy(max_bypasses=0)
-    )
+    """The first sequence's ninth token needs a fifth block of four: it preempts the second one."""
+    scheduler = make_scheduler(num_blocks=4, prefix_cache=prefix_cache, max_bypasses=0)
     first = make_sequence(range(8), max_tokens=4, request_id=0)
     second = make_sequence(range(20, 28), max_tokens=4, request_id=1)
     third = make_sequence([9], max_tokens=4, request_id=2)
@@ -231,22 +217,22 @@ def test_the_latest_running_sequence_is_the_victim():
     assert first.block_table == [0, 1, 2]
     assert (second.block_table, second.num_computed_tokens) == ([], 0)
     assert second.status is SequenceStatus.WAITING
-    assert (second.num_preemptions, scheduler.num_preemptions) == (1, 1)
+    assert (second.usage.num_preemptions, scheduler.admitter.num_preemptions) == (1, 1)
 
 
-def test_the_victim_waits_at_the_head_and_nobody_is_admitted_in_that_step():
+def test_the_victim_waits_at_the_head_and_no_sequence_is_admitted_in_that_step():
     scheduler, _, _ = preempting()
     assert plans(scheduler, 1) == [[(0, 1)]]  # though the third would fit
     assert ids(scheduler.waiting) == [1, 2]
 
 
-def test_the_victim_is_computed_again_with_what_it_had_sampled():
+def test_the_victim_is_recomputed_with_its_sampled_tokens():
     scheduler, _, second = preempting()
     assert plans(scheduler, 5) == [
         [(0, 1)],
         [(0, 1)],
         [(0, 1)],
-        [(2, 1), (1, 9)],  # the first is done
+        [(2, 1), (1, 9)],  # the first one has ended
         [(1, 1), (2, 1)],
     ]
     assert second.token_ids == [*range(20, 28), CONTENT, CONTENT, CONTENT]
@@ -271,7 +257,7 @@ def test_a_preempted_sequence_hits_its_own_cached_prefix():
     assert plans(scheduler, 3) == [[(0, 1)], [(0, 1)], [(2, 1), (1, 5)]]
     assert second.block_table == [2, 3, 1]
     assert second.num_computed_tokens == 9
-    assert second.num_cached_tokens == 0  # it found nothing of others when it came
+    assert second.num_cached_tokens == 0  # it found no block when it was first admitted
 
 
 def test_the_last_sequence_preempts_itself():
@@ -280,7 +266,7 @@ def test_the_last_sequence_preempts_itself():
     add(scheduler, first, second)
     assert plans(scheduler, 2) == [[(0, 7), (1, 8)], [(0, 1)]]
     assert (ids(scheduler.running), ids(scheduler.waiting)) == ([0], [1])
-    assert (first.num_preemptions, second.num_preemptions) == (0, 1)
+    assert (first.usage.num_preemptions, second.usage.num_preemptions) == (0, 1)
 
 
 def test_a_half_computed_prompt_is_preempted_for_a_decode():
@@ -291,61 +277,61 @@ def test_a_half_computed_prompt_is_preempted_for_a_decode():
     add(scheduler, second)
     assert plans(scheduler, 1) == [[(0, 1), (1, 7)]]
     assert plans(scheduler, 1) == [[(0, 1)]]  # its ninth token
-    assert (second.num_computed_tokens, second.num_preemptions) == (0, 1)
+    assert (second.num_computed_tokens, second.usage.num_preemptions) == (0, 1)
 
 
 # -- promises --
 
 
 def capped(max_preemptions):
-    """Two sequences of 8 tokens in 4 blocks, of which each will want 3."""
-    scheduler = make_scheduler(num_blocks=4, policy=Policy(max_preemptions=max_preemptions))
+    """Two sequences of 8 tokens in 4 blocks; each will need 3."""
+    scheduler = make_scheduler(num_blocks=4, max_preemptions=max_preemptions)
     first = make_sequence(range(8), max_tokens=4, request_id=0)
     second = make_sequence(range(20, 28), max_tokens=4, request_id=1)
     add(scheduler, first, second)
     return scheduler, first, second
 
 
-def test_at_the_cap_a_sequence_waits_until_all_it_can_need_is_free():
+def test_at_the_cap_a_sequence_waits_until_all_blocks_it_can_need_are_free():
     scheduler, _, second = capped(max_preemptions=1)
     assert plans(scheduler, 2) == [[(0, 8), (1, 8)], [(0, 1)]]
-    assert second.num_preemptions == 1
+    assert second.usage.num_preemptions == 1
     scheduler.end(0, FinishReason.CANCELLED)
     third = make_sequence(range(40, 44), max_tokens=5, request_id=2)
     add(scheduler, third)
     assert plans(scheduler, 1) == [[(1, 9), (2, 4)]]
     assert (second.num_promised_blocks, len(second.block_table)) == (3, 3)
-    assert plans(scheduler, 1) == [[(1, 1)]]  # the third, which comes later, gives way
-    assert (third.num_preemptions, second.num_preemptions) == (1, 1)
+    assert plans(scheduler, 1) == [[(1, 1)]]  # the third, which came later, is preempted
+    assert (third.usage.num_preemptions, second.usage.num_preemptions) == (1, 1)
 
 
-def test_what_is_promised_nobody_else_gets():
-    scheduler, first, second = capped(max_preemptions=0)  # all run with promises only
+def test_promised_blocks_go_to_no_other_sequence():
+    scheduler, first, second = capped(max_preemptions=0)  # each sequence needs a promise
     assert plans(scheduler, 1) == [[(0, 8)]]
     manager = scheduler.block_manager
     assert (manager.num_free_blocks, manager.num_available_blocks) == (2, 1)
     assert plans(scheduler, 4) == [[(0, 1)], [(0, 1)], [(0, 1)], [(1, 8)]]
-    assert (first.num_preemptions, second.num_preemptions) == (0, 0)
+    assert (first.usage.num_preemptions, second.usage.num_preemptions) == (0, 0)
     assert (manager.num_promises, manager.num_promised_blocks) == (1, 1)
 
 
-def test_who_has_no_promise_gives_way_though_it_came_first():
+def test_a_sequence_without_a_promise_is_preempted_though_it_came_first():
     scheduler, first, second = capped(max_preemptions=1)
-    second.num_preemptions = 1
+    second.usage.num_preemptions = 1
     scheduler.end(1, FinishReason.CANCELLED)
     late = make_sequence(range(20, 24), max_tokens=5, request_id=3)  # 2 blocks
-    late.num_preemptions = 1
+    late.usage.num_preemptions = 1
     add(scheduler, late)
     assert plans(scheduler, 1) == [[(0, 8), (3, 4)]]
-    assert plans(scheduler, 1) == [[(3, 1)]]  # the first wants the block that is promised
-    assert (first.num_preemptions, late.num_preemptions) == (1, 1)
+    assert plans(scheduler, 1) == [[(3, 1)]]  # the first lacks the block that is promised
+    assert (first.usage.num_preemptions, late.usage.num_preemptions) == (1, 1)
 
 
-def test_no_draft_takes_a_promised_block():
+def test_no_draft_uses_a_promised_block():
     for max_tokens, num_draft_tokens in ((3, 4), (7, 0)):  # 3 or 4 of 7 blocks are promised
-        scheduler, _ = start_loop(num_blocks=7, policy=Policy(max_preemptions=1))
+        scheduler, _ = start_loop(num_blocks=7, max_preemptions=1)
         other = make_sequence(range(7), max_tokens=max_tokens, request_id=1)
-        other.num_preemptions = 1
+        other.usage.num_preemptions = 1
         add(scheduler, other)
         batch = scheduler.schedule()
         assert [s.num_new_tokens for s in batch] == [1 + num_draft_tokens, 7]
@@ -357,14 +343,14 @@ def test_no_draft_takes_a_promised_block():
 OFFLINE = {"request_class": RequestClass.OFFLINE}
 
 
-def test_interactive_ones_go_first_then_priorities_then_arrival():
+def test_order_is_by_class_then_priority_then_arrival():
     scheduler = make_scheduler(max_num_seqs=1)
     for request_id, fields in enumerate(
         [
             dict(**OFFLINE, priority=-9),
             dict(**OFFLINE, priority=-10),
             dict(priority=3),
-            dict(),
+            {},
             dict(priority=3),
         ]
     ):
@@ -372,35 +358,35 @@ def test_interactive_ones_go_first_then_priorities_then_arrival():
     assert plans(scheduler, 5) == [[(i, 1)] for i in (3, 2, 4, 1, 0)]
 
 
-def test_an_interactive_prompt_goes_before_an_offline_one_that_has_begun():
+def test_an_interactive_prompt_goes_before_a_started_offline_one():
     scheduler = make_scheduler(max_num_batched_tokens=8)
     add(scheduler, make_sequence(range(20), request_id=0, **OFFLINE))
     add(scheduler, make_sequence(range(2), request_id=1, **OFFLINE))
     assert plans(scheduler, 1) == [[(0, 8)]]
     add(scheduler, make_sequence(range(18), request_id=2))
     assert plans(scheduler, 4) == [
-        [(0, 1), (2, 7)],  # who runs behind keeps moving
+        [(0, 1), (2, 7)],  # the sequence behind gets a token per step
         [(0, 1), (2, 7)],
         [(2, 4), (0, 4)],
         [(2, 1), (1, 1), (0, 6)],
     ]
 
 
-def test_an_offline_sequence_gives_way_to_an_interactive_one_that_waits():
+def test_a_waiting_interactive_sequence_preempts_an_offline_one():
     scheduler = make_scheduler(num_blocks=4, max_num_seqs=2)
     offline = [make_sequence(range(5), request_id=i, **OFFLINE) for i in (0, 1)]
     add(scheduler, *offline)
     assert plans(scheduler, 1) == [[(0, 5), (1, 5)]]
-    add(scheduler, make_sequence([1, 2], 1, request_id=2))  # has no place
-    assert plans(scheduler, 1) == [[(0, 1), (2, 2)]]  # nor is the other admitted again
-    assert [s.num_preemptions for s in offline] == [0, 1]
+    add(scheduler, make_sequence([1, 2], 1, request_id=2))  # lacks a slot
+    assert plans(scheduler, 1) == [[(0, 1), (2, 2)]]  # the victim is not admitted again
+    assert [s.usage.num_preemptions for s in offline] == [0, 1]
     assert plans(scheduler, 1) == [[(0, 1), (1, 6)]]
-    add(scheduler, make_sequence(range(8), 1, request_id=3))  # has no blocks
+    add(scheduler, make_sequence(range(8), 1, request_id=3))  # lacks blocks
     assert plans(scheduler, 1) == [[(0, 1), (3, 8)]]
-    assert [s.num_preemptions for s in offline] == [0, 2]
+    assert [s.usage.num_preemptions for s in offline] == [0, 2]
 
 
-def test_nobody_gives_way_to_one_that_would_not_fit_even_so():
+def test_no_sequence_is_preempted_if_the_waiting_one_would_still_not_fit():
     scheduler = make_scheduler(num_blocks=4)
     add(scheduler, make_sequence(range(6), 20, request_id=0))
     add(scheduler, make_sequence(range(6), request_id=1, **OFFLINE))
@@ -416,27 +402,25 @@ def test_the_victim_is_the_latest_of_the_lowest_class():
     assert plans(scheduler, 1) == [[(0, 8), (1, 7)]]
     add(scheduler, make_sequence(range(7), 20, request_id=2))
     add(scheduler, make_sequence(range(7), 20, request_id=3))
-    assert plans(scheduler, 1) == [[(0, 1), (2, 7), (3, 7)]]  # the first wants a third block
+    assert plans(scheduler, 1) == [[(0, 1), (2, 7), (3, 7)]]  # the first needs a third block
     assert (ids(scheduler.running), ids(scheduler.waiting)) == ([2, 3, 0], [1])
     assert plans(scheduler, 2) == [[(2, 1), (3, 1), (0, 1)], [(2, 1), (3, 1)]]
     assert (ids(scheduler.running), ids(scheduler.waiting)) == ([2, 3], [0, 1])
 
 
-def test_an_interactive_sequence_never_gives_way_to_an_offline_one():
+def test_an_offline_sequence_never_preempts_an_interactive_one():
     scheduler = make_scheduler(num_blocks=4)
     add(scheduler, make_sequence(range(8), 5, request_id=0, **OFFLINE))
     assert plans(scheduler, 1) == [[(0, 8)]]
     interactive = make_sequence(range(6), 3, request_id=1)
     add(scheduler, interactive)
     assert plans(scheduler, 1) == [[(1, 6)]]  # the offline one's ninth token lacks a block
-    assert interactive.num_preemptions == 0
+    assert interactive.usage.num_preemptions == 0
 
 
-def test_who_has_waited_long_is_promoted():
+def test_a_sequence_that_has_waited_long_is_promoted():
     now = [0.0]
-    scheduler = make_scheduler(
-        max_num_seqs=1, policy=Policy(ageing_seconds=5), clock=lambda: now[0]
-    )
+    scheduler = make_scheduler(max_num_seqs=1, ageing_seconds=5, clock=lambda: now[0])
     add(scheduler, *(make_sequence([1], 1, request_id=i, **OFFLINE) for i in range(2)))
     order = []
     for request_id in range(2, 12):
@@ -444,15 +428,13 @@ def test_who_has_waited_long_is_promoted():
         add(scheduler, make_sequence([1], 1, request_id=100 + request_id))
         order += [request_id for request_id, _ in step(scheduler)[0]]
         now[0] += 1
-    # From the fifth second on each of them waits longer than that; the offline ones came first.
+    # After five seconds all waiting sequences are due for promotion; the offline ones came first.
     assert order == [2, 102, 3, 103, 4, 0, 1, 104, 5, 105]
 
 
-def test_at_most_an_eighth_of_the_places_is_for_promoted_ones():
+def test_promoted_sequences_take_at_most_an_eighth_of_the_slots():
     now = [0.0]
-    scheduler = make_scheduler(
-        max_num_seqs=16, policy=Policy(ageing_seconds=5), clock=lambda: now[0]
-    )
+    scheduler = make_scheduler(max_num_seqs=16, ageing_seconds=5, clock=lambda: now[0])
     add(scheduler, *(make_sequence([1], 50, request_id=i) for i in range(16)))
     step(scheduler)
     add(scheduler, *(make_sequence([1], 50, request_id=i, **OFFLINE) for i in range(16, 20)))
@@ -467,7 +449,7 @@ def test_at_most_an_eighth_of_the_places_is_for_promoted_ones():
 # -- deadlines --
 
 
-def test_who_misses_a_deadline_ends_with_its_error():
+def test_a_sequence_that_misses_a_deadline_ends_with_its_error():
     now = [1.0]
     scheduler = make_scheduler(max_num_seqs=1, clock=lambda: now[0])
     deadlines = (Deadline(2.0, Milestone.ADMISSION, "late"), Deadline(9.0, Milestone.END, "over"))
@@ -499,7 +481,7 @@ def test_who_misses_a_deadline_ends_with_its_error():
 # -- prefix reuse --
 
 
-def test_a_known_prefix_is_not_computed_again():
+def test_a_cached_prefix_is_not_computed_again():
     scheduler = make_scheduler(prefix_cache=True)
     add(scheduler, make_sequence(range(10), max_tokens=1, request_id=0))
     step(scheduler)
@@ -510,14 +492,14 @@ def test_a_known_prefix_is_not_computed_again():
 
 
 def common_beginnings(**changes) -> Scheduler:
-    """Three prompts with two blocks in common, and a stranger."""
+    """Three prompts with two common blocks, and an unrelated one."""
     scheduler = make_scheduler(prefix_cache=True, max_num_batched_tokens=64, **changes)
     prompts = [[*range(8), 10, 11], [*range(8), 20, 21], [*range(8), 30, 31], [40, 41]]
     add(scheduler, *(make_sequence(prompt, request_id=i) for i, prompt in enumerate(prompts)))
     return scheduler
 
 
-def test_who_lacks_what_another_computes_now_waits_for_it_and_nobody_else_does():
+def test_only_sequences_that_lack_a_block_being_computed_wait_for_it():
     assert plans(common_beginnings(), 3) == [
         [(0, 10), (3, 2)],
         [(0, 1), (3, 1), (1, 2), (2, 2)],
@@ -525,52 +507,50 @@ def test_who_lacks_what_another_computes_now_waits_for_it_and_nobody_else_does()
     ]
 
 
-def test_who_waits_for_another_is_bypassed_no_more_often_than_allowed():
-    scheduler = make_scheduler(
-        prefix_cache=True, max_num_batched_tokens=64, policy=Policy(max_bypasses=1)
-    )
+def test_a_sequence_that_waits_for_a_block_is_bypassed_at_most_max_bypasses_times():
+    scheduler = make_scheduler(prefix_cache=True, max_num_batched_tokens=64, max_bypasses=1)
     prompts = [[*range(8), 10], [*range(8), 20], [30], [40]]
     add(scheduler, *(make_sequence(prompt, request_id=i) for i, prompt in enumerate(prompts)))
     assert plans(scheduler, 1) == [[(2, 1), (0, 9)]]
     assert ids(scheduler.waiting) == [1, 3]
 
 
-def test_a_step_without_memory_sends_back_only_whom_it_admitted():
+def test_a_step_without_memory_sends_back_only_the_sequences_it_admitted():
     scheduler = make_scheduler()
     add(scheduler, make_sequence(range(6), request_id=0))
     assert plans(scheduler, 1) == [[(0, 6)]]
     add(scheduler, make_sequence(range(10), request_id=1))
-    assert scheduler.retreat(scheduler.schedule())  # of 1 + 10 tokens
+    assert scheduler.retreat(scheduler.schedule())  # a step of 1 + 10 tokens
     assert (ids(scheduler.running), ids(scheduler.waiting)) == ([0], [1])
     assert plans(scheduler, 1) == [[(0, 1), (1, 4)]]
 
 
-def test_it_goes_on_by_itself_where_the_other_ends():
+def test_a_waiting_sequence_computes_the_block_itself_if_the_other_one_ends():
     scheduler = common_beginnings()
     scheduler.schedule()
     scheduler.end(0, FinishReason.CANCELLED)
     assert plans(scheduler, 1) == [[(3, 2), (1, 10)]]
 
 
-def test_an_interactive_one_does_not_wait_for_an_offline_one():
+def test_an_interactive_sequence_does_not_wait_for_a_block_of_an_offline_one():
     scheduler = make_scheduler(prefix_cache=True, max_num_batched_tokens=8)
     offline = make_sequence(range(16), request_id=0, request_class=RequestClass.OFFLINE)
     add(scheduler, offline)
     assert plans(scheduler, 1) == [[(0, 8)]]
     add(scheduler, make_sequence(range(16), request_id=1))
-    # It starts with the two blocks that are there, and computes the others itself.
+    # It starts with the two published blocks and computes the others itself.
     assert plans(scheduler, 1) == [[(0, 1), (1, 7)]]
 
 
 @pytest.mark.parametrize("other", [{"cache_salt": b"other"}, {"num_prompt_logprobs": 0}])
-def test_who_may_not_use_it_does_not_wait_for_it(other):
+def test_a_sequence_that_may_not_use_a_block_does_not_wait_for_it(other):
     scheduler = make_scheduler(prefix_cache=True, max_num_batched_tokens=64)
     add(scheduler, make_sequence(range(10), request_id=0))
     add(scheduler, make_sequence(range(10), request_id=1, **other))
     assert plans(scheduler, 1) == [[(0, 10), (1, 10)]]
 
 
-def test_of_a_fully_cached_prompt_the_last_block_is_computed():
+def test_the_last_block_of_a_fully_cached_prompt_is_computed():
     scheduler = make_scheduler(prefix_cache=True)
     add(scheduler, make_sequence(range(8), max_tokens=1, request_id=0))
     step(scheduler)
@@ -649,11 +629,11 @@ def test_a_running_sequence_can_be_ended():
     [output] = scheduler.end(0, FinishReason.ERROR, "it broke")
     assert (output.request_id, output.finish_reason, output.error) == (0, "error", "it broke")
     scheduler.check_integrity()
-    assert scheduler.unfinished_ids() == [1]
+    assert ids(scheduler.unfinished()) == [1]
     assert plans(scheduler, 1) == [[(1, 2)]]
 
 
-def test_ending_twice_or_a_stranger_does_nothing():
+def test_ending_twice_or_an_unknown_sequence_does_nothing():
     scheduler = make_scheduler()
     add(scheduler, make_sequence([1]))
     assert len(scheduler.end(0, FinishReason.CANCELLED)) == 1
@@ -666,7 +646,7 @@ def test_the_time_of_the_first_admission_is_kept_through_preemption():
     admitted = second.scheduled_time
     assert admitted > 0
     plans(scheduler, 4)
-    assert second.num_preemptions == 1
+    assert second.usage.num_preemptions == 1
     assert second.status is SequenceStatus.RUNNING
     assert second.scheduled_time == admitted
 
@@ -692,7 +672,7 @@ def test_the_time_of_the_first_admission_is_kept_through_preemption():
 )
 def test_a_loop_ends_the_answer(tokens, fields, found):
     detection = RepetitionDetection(**fields)
-    prompt = [7, 7, 7, 7, 7, 7]  # which does not count
+    prompt = [7, 7, 7, 7, 7, 7]  # the prompt does not count
     assert ends_in_loop(prompt + tokens, len(prompt), detection) is found
     sequence = make_sequence(prompt, 50, repetition_detection=detection)
     sequence.token_ids += tokens
@@ -715,7 +695,7 @@ def test_a_fork_starts_with_the_blocks_of_its_leader_s_prompt():
     assert [s.num_cached_tokens for s in forks] == [8, 8]
 
 
-def test_a_fork_of_what_has_ended_computes_its_prompt():
+def test_a_fork_of_an_ended_sequence_computes_its_prompt():
     scheduler = make_scheduler(block_size=4)
     add(scheduler, make_sequence(range(8), request_id=0))
     add(scheduler, make_sequence(range(8), request_id=1, fork_of=0))
@@ -734,18 +714,21 @@ def test_the_smaller_priority_is_admitted_first():
 
 # -- drafts --
 
-LOOP = (1, 2, 3, 1, 2, 3, 1, 2)  # is to go on with 3, 1, 2, ...
+LOOP = (1, 2, 3, 1, 2, 3, 1, 2)  # continues with 3, 1, 2, ...
 DRAFTS = SpeculativeConfig(num_speculative_tokens=9, prompt_lookup_min=2)
 
 
 def lengthen_drafts(sequence, length=4):
-    """Else the first one has three tokens, and has to succeed for others to be longer."""
+    """By default the first draft has three tokens, and later ones grow only if it is accepted."""
     sequence.proposer._length = length
 
 
 def speculate(scheduler, *token_ids):
-    """One step of the only sequence: (tokens computed, its output), after drafts that begin with
-    these tokens."""
+    """One step of the only sequence, whose draft begins with these tokens.
+
+    Returns:
+        The number of computed tokens, and the output's tokens.
+    """
     [scheduled] = batch = scheduler.schedule()
     assert scheduled.draft_token_ids[: len(token_ids)] == token_ids
     sampled = [*token_ids, *[CONTENT] * scheduled.num_samples][: scheduled.num_samples]
@@ -756,8 +739,8 @@ def speculate(scheduler, *token_ids):
 
 
 def start_loop(max_tokens=50, prompt=LOOP, **options):
-    """A scheduler and a sequence that has said 3, as was to be expected."""
-    scheduler = make_scheduler(speculative=DRAFTS, **options)
+    """A scheduler and a sequence whose first output token is 3, as the loop predicts."""
+    scheduler = make_scheduler(speculative_config=DRAFTS, **options)
     sequence = make_sequence(prompt, max_tokens, speculative=True)
     add(scheduler, sequence)
     lengthen_drafts(sequence)
@@ -782,7 +765,7 @@ def test_a_draft_is_accepted_up_to_the_first_token_that_is_not_sampled():
     assert (sequence.num_tokens, sequence.num_computed_tokens) == (10, 9)
 
 
-def test_tokens_behind_the_one_that_ends_the_answer_are_dropped():
+def test_tokens_after_the_end_of_the_answer_are_dropped():
     for fields, reason, kept in (
         (dict(stop_token_ids=frozenset([2])), FinishReason.STOP, [1, 2]),
         (
@@ -791,7 +774,7 @@ def test_tokens_behind_the_one_that_ends_the_answer_are_dropped():
             [1, 2, 3, 1, 2],
         ),
     ):
-        scheduler = make_scheduler(speculative=DRAFTS)
+        scheduler = make_scheduler(speculative_config=DRAFTS)
         sequence = make_sequence(LOOP, 50, speculative=True, **fields)
         add(scheduler, sequence)
         lengthen_drafts(sequence, 8)
@@ -829,20 +812,20 @@ def test_a_rejected_draft_gives_its_blocks_back():
     assert scheduler.block_manager.num_used_blocks == 3
 
 
-def test_where_no_block_is_free_for_it_there_is_no_draft():
-    scheduler, sequence = start_loop(num_blocks=4)  # with the draft it would have all
+def test_there_is_no_draft_without_a_free_block():
+    scheduler, sequence = start_loop(num_blocks=4)  # the draft would take all of them
     other = make_sequence(range(2), request_id=1)
     add(scheduler, other)
     assert step(scheduler, CONTENT) == ([(0, 1), (1, 2)], [ANY, ANY])
     assert (len(sequence.block_table), len(other.block_table)) == (3, 1)
-    assert scheduler.num_preemptions == scheduler.drafts.num_tokens == 0
+    assert scheduler.admitter.num_preemptions == scheduler.drafts.num_tokens == 0
 
 
-def test_no_block_with_a_rejected_draft_is_published():
+def test_no_block_with_rejected_tokens_is_published():
     scheduler, sequence = start_loop(prefix_cache=True)
     manager = scheduler.block_manager
     assert manager.num_cached_blocks == 2
-    speculate(scheduler, 1, 2)  # 11 right ones of 13
+    speculate(scheduler, 1, 2)  # 11 of 13 tokens are right
     assert manager.num_cached_blocks == sequence.num_published_blocks == 2
     speculate(scheduler)
     assert manager.num_cached_blocks == sequence.num_published_blocks == 3
@@ -850,7 +833,7 @@ def test_no_block_with_a_rejected_draft_is_published():
     assert manager.get_computed_blocks(again) == sequence.block_table[:3]
 
 
-def test_drafts_get_what_prompts_leave_of_the_budget():
+def test_drafts_use_the_budget_that_prompts_leave():
     for num_prompt_tokens, planned in (
         (9, [(0, 5), (1, 9)]),
         (13, [(0, 3), (1, 13)]),
@@ -862,8 +845,8 @@ def test_drafts_get_what_prompts_leave_of_the_budget():
         assert step(scheduler)[0] == planned
 
 
-def test_drafts_of_several_sequences_share_what_is_left_of_the_budget():
-    scheduler = make_scheduler(speculative=DRAFTS, max_num_batched_tokens=10)
+def test_drafts_of_several_sequences_share_the_rest_of_the_budget():
+    scheduler = make_scheduler(speculative_config=DRAFTS, max_num_batched_tokens=10)
     for request_id in range(2):
         sequence = make_sequence([3, 1, 2, 3, 1], 50, request_id, speculative=True)
         add(scheduler, sequence)
@@ -873,7 +856,7 @@ def test_drafts_of_several_sequences_share_what_is_left_of_the_budget():
 
 
 def test_a_chunk_of_one_token_has_no_draft():
-    scheduler = make_scheduler(speculative=DRAFTS)
+    scheduler = make_scheduler(speculative_config=DRAFTS)
     sequence = make_sequence(LOOP, 50, speculative=True)
     add(scheduler, sequence)
     batch = [ScheduledSequence.of(sequence, 1)]
@@ -882,7 +865,7 @@ def test_a_chunk_of_one_token_has_no_draft():
 
 
 class AnyText:
-    """A grammar, and an answer's state in it, that every token fits."""
+    """A grammar that accepts every token, and its state."""
 
     is_complete = False
 
@@ -906,8 +889,8 @@ class AnyText:
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_whose_rows_would_not_be_what_they_were_alone_has_no_drafts(fields):
-    scheduler = make_scheduler(speculative=DRAFTS)
+def test_a_request_whose_sampling_depends_on_its_history_has_no_drafts(fields):
+    scheduler = make_scheduler(speculative_config=DRAFTS)
     add(scheduler, make_sequence(LOOP, 50, **{"speculative": True, **fields}))
     assert [step(scheduler, token_id)[0] for token_id in (3, 1, 2)] == [
         [(0, 8)],
@@ -922,7 +905,7 @@ def test_a_large_batch_has_no_drafts():
     config = SpeculativeConfig(
         num_speculative_tokens=2, prompt_lookup_min=2, disable_by_batch_size=2
     )
-    scheduler = make_scheduler(speculative=config)
+    scheduler = make_scheduler(speculative_config=config)
     for request_id, max_tokens in enumerate((9, 9, 3)):
         add(scheduler, make_sequence([3, 1, 2], max_tokens, request_id, speculative=True))
     assert [step(scheduler, token_id)[0] for token_id in (3, 1, 2)] == [
@@ -932,13 +915,13 @@ def test_a_large_batch_has_no_drafts():
     assert step(scheduler, 3)[0] == [(0, 3), (1, 3)]
 
 
-def test_a_step_whose_tokens_a_draft_may_follow_is_waited_for():
+def test_the_next_step_waits_for_tokens_that_a_draft_may_follow():
     scheduler, sequence = start_loop()
     assert scheduler.waits_for(scheduler.schedule())
     sequence.proposer.observe(sequence.num_tokens, 0)  # a pause
     batch = [ScheduledSequence.of(sequence, 1)]
     scheduler.advance(batch)
     assert sequence.num_tokens == 10
-    assert scheduler.waits_for(batch)  # the pause is over by then
+    assert scheduler.waits_for(batch)  # the pause ends with this step
     sequence.proposer.observe(sequence.num_tokens, 0)
     assert not scheduler.waits_for(batch)

@@ -1,10 +1,10 @@
 """The scheduler and the block manager under random traffic, with a model that reads its KV cache.
 
-The fake model's "KV" of a token is a hash of the KV before it, read through the block table, and
-of the token; the KV of the last token decides the next one. So a block that holds anything other
-than what it should changes the answer, and each answer is compared with the sequence alone.
-Drafts are right, wrong, or right up to some token; a rejected one leaves wrong KV behind.
-Time passes only between steps, where the machine says so.
+The fake model's "KV" of a token is a hash of the token and of the KV before it, read through the
+block table; the KV of the last token determines the next one. So a block with wrong content changes
+the answer, and each answer is compared with that of the sequence alone. Drafts are right, wrong, or
+right up to some token; a rejected draft leaves wrong KV behind. Time passes only between steps, by
+a rule of the machine.
 """
 
 from dataclasses import replace
@@ -20,7 +20,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.helpers import make_config
 from tritium.backend.config import SpeculativeConfig
+from tritium.backend.engine.admitter import Admitter
 from tritium.backend.engine.block_manager import BlockManager
 from tritium.backend.engine.request import (
     Deadline,
@@ -31,7 +33,7 @@ from tritium.backend.engine.request import (
     RequestClass,
     SampledToken,
 )
-from tritium.backend.engine.scheduler import Policy, Scheduler
+from tritium.backend.engine.scheduler import Scheduler
 from tritium.backend.engine.sequence import ScheduledSequence, Sequence
 
 VOCAB_SIZE = 8
@@ -61,7 +63,7 @@ def alone(request: EngineRequest) -> tuple[list[int], FinishReason]:
 
 
 class FakeProposer:
-    """Knows how the answer goes on, past its end even, and spoils most of its drafts."""
+    """Knows the answer, even beyond its end, and makes most of its drafts wrong."""
 
     def __init__(self, request: EngineRequest) -> None:
         answer, _ = alone(replace(request, max_tokens=40, stop_token_ids=frozenset()))
@@ -83,12 +85,12 @@ class FakeProposer:
 
 
 class FakeModel:
-    """Computes a batch as the real one does: writes the KV of its new tokens, then reads."""
+    """Computes a batch like a real model: writes the KV of the new tokens, then reads it."""
 
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
         self._kv: dict[int, list[int | None]] = {}  # block id -> its slots
-        self._last: dict[Sequence, int] = {}  # what the last step sampled
+        self._last: dict[Sequence, int] = {}  # tokens sampled by the last step
 
     def launch(self, batch: list[ScheduledSequence]) -> list[SampledToken]:
         for sequence, start, end, _, draft_token_ids in batch:
@@ -107,7 +109,7 @@ class FakeModel:
         return [SampledToken(token_id, None) for _, token_id in sampled]
 
     def _write(self, sequence: Sequence, position: int, token_id: int) -> None:
-        block_id, slot = self._place(sequence, position)
+        block_id, slot = self._locate(sequence, position)
         assert self._manager.blocks[block_id].ref_count == 1, "written to a shared block"
         before = self._read(sequence, position - 1)
         slots = self._kv.setdefault(block_id, [None] * self._manager.block_size)
@@ -115,13 +117,13 @@ class FakeModel:
 
     def _read(self, sequence: Sequence, position: int) -> int:
         if position < 0:
-            return SALTS.index(sequence.request.cache_salt)  # so that reuse across salts shows
-        block_id, slot = self._place(sequence, position)
+            return SALTS.index(sequence.request.cache_salt)  # so that reuse across salts is noticed
+        block_id, slot = self._locate(sequence, position)
         kv = self._kv[block_id][slot]
         assert kv is not None, "read before it was written"
         return kv
 
-    def _place(self, sequence: Sequence, position: int) -> tuple[int, int]:
+    def _locate(self, sequence: Sequence, position: int) -> tuple[int, int]:
         index, slot = divmod(position, self._manager.block_size)
         return sequence.block_table[index], slot
 
@@ -129,14 +131,14 @@ class FakeModel:
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
-        num_tokens=st.sampled_from([12, 24, 64]),  # in all of the KV cache
+        num_tokens=st.sampled_from([12, 24, 64]),  # of the whole KV cache
         max_num_seqs=st.integers(1, 5),
         spare_budget=st.integers(0, 8),
         prefix_cache=st.booleans(),
         overlap=st.booleans(),  # whether a step is launched before the one before it is read
         speculative=st.none() | st.builds(SpeculativeConfig, disable_by_batch_size=st.just(4)),
-        policy=st.builds(
-            Policy,
+        bounds=st.builds(
+            dict,
             max_preemptions=st.integers(0, 3),
             reserve_blocks_per_seq=st.integers(0, 2),
             max_bypasses=st.integers(0, 3),
@@ -152,19 +154,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache,
         overlap,
         speculative,
-        policy,
+        bounds,
     ):
         self.now = 1.0
-        self.policy = policy
         self.manager = BlockManager(num_tokens // block_size, block_size, prefix_cache)
         self.budget = max_num_seqs + spare_budget
         self.max_num_seqs = max_num_seqs
         self.speculative = speculative
-        self.scheduler = Scheduler(
-            self.manager, max_num_seqs, self.budget, speculative, policy, clock=lambda: self.now
+        self.config = make_config(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=self.budget,
+            speculative_config=speculative,
+            **bounds,
         )
-        self.scheduler._is_computed_soon = self._is_computed_soon
-        self.wait_for_another: set[Sequence] = set()  # in this step, for what it computes
+        self.scheduler = Scheduler(self.config, self.manager, clock=lambda: self.now)
+        self.scheduler.admitter._is_computed_soon = self._is_computed_soon
+        self.wait_for_another: set[Sequence] = set()  # for a block that this step computes
         self.model = FakeModel(self.manager)
         self.overlap = overlap
         self.in_flight: tuple[list[ScheduledSequence], list[SampledToken]] | None = None
@@ -268,7 +273,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.running)
     @rule()
     def fail_a_step(self):
-        """As the engine does it: whom the step takes with it end, the others go on."""
+        """As in the engine: the sequences of the failing step end, the others continue."""
         batch = self.scheduler.schedule()
         if self.in_flight:
             self._take(self.scheduler.update(*self.in_flight))
@@ -280,12 +285,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.has_unfinished())
     @rule()
     def find_no_memory(self):
-        """As the engine does it: the step in flight is read, the next one is smaller."""
+        """As in the engine: the step in flight is read, the next one is smaller."""
         batch = self.scheduler.schedule()
         num_tokens = sum(scheduled.num_new_tokens for scheduled in batch)
         if batch and self.scheduler.retreat(batch):
             assert self.scheduler.token_budget == num_tokens // 2
-        for scheduled in batch if num_tokens == 1 else ():  # which can't be smaller
+        for scheduled in batch if num_tokens == 1 else ():  # a step that can't be smaller
             self._take(self.scheduler.end(scheduled.sequence.request_id, FinishReason.ERROR))
         if self.in_flight:
             self._take(self.scheduler.update(*self.in_flight))
@@ -304,18 +309,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sequence.num_published_blocks * block_size <= sequence.num_computed_tokens
 
     @invariant()
-    def whoever_has_not_ended_is_there(self):
+    def the_scheduler_knows_all_unfinished_requests(self):
         unfinished = [i for i, reasons in enumerate(self.reasons) if not reasons]
-        assert sorted(self.scheduler.unfinished_ids()) == unfinished
+        assert sorted(s.request_id for s in self.scheduler.unfinished()) == unfinished
 
     def teardown(self):
         if not hasattr(self, "scheduler"):
             return
-        # Every step computes a token that has to be computed; that again only after a preemption,
-        # which may take a step of its own.
-        unfinished = [self.requests[i] for i in self.scheduler.unfinished_ids()]
+        # Each step computes at least one token. A token is computed again only after a preemption,
+        # which may take another step.
+        unfinished = [sequence.request for sequence in self.scheduler.unfinished()]
         once = sum(request.max_kv_tokens + 1 for request in unfinished)
-        for _ in range(once * (self.policy.max_preemptions + 1) + 1):
+        for _ in range(once * (self.config.max_preemptions + 1) + 1):
             self._step()
             self.scheduler.check_integrity()
         assert not self.scheduler.has_unfinished()
@@ -323,7 +328,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(len(reasons) == 1 for reasons in self.reasons)
 
     def _is_computed_soon(self, sequence: Sequence, index: int) -> bool:
-        found = Scheduler._is_computed_soon(self.scheduler, sequence, index)
+        found = Admitter._is_computed_soon(self.scheduler.admitter, sequence, index)
         if found:
             self.wait_for_another.add(sequence)
         return found
@@ -349,7 +354,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         now_running = self.scheduler.running
         new_tokens = [s.num_new_tokens for s in batch]
         assert sum(new_tokens) <= self.scheduler.token_budget <= self.budget
-        # Nobody stands still, but where memory was short.
+        # Each running sequence gets a token, unless memory was short.
         left_out = {s for s in now_running if s.num_tokens_to_compute} - set(scheduled)
         assert not left_out or sum(new_tokens) == self.scheduler.token_budget < self.budget
         assert all(num_new >= 1 for num_new in new_tokens)
@@ -357,7 +362,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert [n > 1 for n in new_tokens] == sorted(n > 1 for n in new_tokens)
 
     def _check_victims(self, running: list[Sequence]) -> None:
-        """The latest of the lowest class first, and nobody for want of blocks of a lower class."""
+        """The latest of the lowest class first, and none for lack of blocks of a lower class."""
         preempted = [s for s in running if s not in self.scheduler.running]
         assert set(preempted) <= set(self.scheduler.waiting)
         exposed = [s for s in running if not s.num_promised_blocks or s in preempted]
@@ -369,15 +374,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         running: list[Sequence],
         bypasses: dict[Sequence, int],
     ) -> None:
-        """Whoever is admitted goes before nobody, or before those that it bypasses; and who could
-        have been admitted was."""
+        """Each admitted sequence counts as a bypass of the waiting ones before it in the order, and
+        each sequence that could be admitted was."""
         scheduler = self.scheduler
         admitted = [s for s in scheduler.running if s not in running]
         waiting = [s for s in scheduler.waiting if s not in running]
         for sequence in waiting:
             ahead = sum(self._order(s) > self._order(sequence) for s in admitted)
             assert sequence.num_bypasses == bypasses.get(sequence, 0) + ahead
-            assert sequence.num_bypasses <= self.policy.max_bypasses
+            assert sequence.num_bypasses <= self.config.max_bypasses
         num_promoted = sum(s.is_promoted for s in scheduler._sequences.values())
         assert num_promoted <= max(self.max_num_seqs // 8, 1)
         preempted = any(s not in scheduler.running for s in running)
@@ -387,9 +392,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if preempted or not spare or any(s.draft_token_ids for s in batch):
             return
         for skipped, sequence in enumerate(scheduler.waiting):
-            computed = scheduler._computed_blocks(sequence)
-            assert sequence in self.wait_for_another or not scheduler._fits(sequence, computed)
-            if max(skipped, sequence.num_bypasses) >= self.policy.max_bypasses:
+            computed = scheduler.admitter._computed_blocks(sequence)
+            fits = scheduler.admitter._fits(sequence, computed)
+            assert sequence in self.wait_for_another or not fits
+            if max(skipped, sequence.num_bypasses) >= self.config.max_bypasses:
                 break
 
     def _order(self, sequence: Sequence) -> tuple:
@@ -397,7 +403,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return (
             not sequence.is_promoted,
             not sequence.is_promoted and (request.request_class, request.priority),
-            sequence.arrival,
+            sequence.arrival_index,
         )
 
     def _bypasses(self) -> dict[Sequence, int]:

@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup: what is found, how long a draft is, when there is none."""
+"""Drafts by prompt lookup: what is found, the length of drafts, pauses."""
 
 import random
 import time
@@ -23,22 +23,22 @@ def propose(token_ids: list[int], limit: int = 99, **changes) -> list[int]:
 # -- look-up --
 
 
-def test_what_followed_before_is_proposed():
+def test_tokens_that_followed_before_are_proposed():
     assert propose([1, 2, 3, 4, 5, 6, 7, 1, 2]) == [3, 4, 5]
 
 
-def test_nothing_is_proposed_where_nothing_was_met_before():
+def test_nothing_is_proposed_if_the_last_tokens_did_not_occur_before():
     assert propose([1, 2, 3, 4, 5]) == []
     assert propose([1]) == []
-    assert propose([1, 2, 3, 1]) == []  # one token is too little
+    assert propose([1, 2, 3, 1]) == []  # one repeated token is too few
     assert propose([1, 2, 3, 1], prompt_lookup_min=1) == [2, 3, 1]
 
 
-def test_the_latest_place_of_several_counts():
+def test_the_latest_of_several_occurrences_counts():
     assert propose([1, 2, 3, 1, 2, 4, 5, 6, 7, 1, 2])[0] == 4
 
 
-def test_a_longer_match_goes_before_a_later_one():
+def test_a_longer_match_is_preferred_to_a_later_one():
     token_ids = [9, 1, 2, 3, 5, 5, 1, 2, 4, 5, 5, 9, 1, 2]
     assert propose(token_ids)[0] == 3
     assert propose(token_ids, prompt_lookup_max=2)[0] == 4
@@ -49,7 +49,7 @@ def test_a_loop_is_followed_beyond_its_end():
     assert propose([0, 1, 2, 3, 2, 3]) == [2, 3, 2]
 
 
-def test_no_more_than_the_limit():
+def test_a_draft_is_no_longer_than_the_limit():
     token_ids = [1, 2, 3, 4, 5, 6, 7, 1, 2]
     assert [len(propose(token_ids, limit)) for limit in (-1, 0, 1, 3, 9)] == [0, 0, 1, 3, 3]
     assert len(propose(token_ids, num_speculative_tokens=2)) == 2
@@ -86,7 +86,7 @@ def test_a_proposal_matches_a_plain_search():
         assert propose(token_ids, 1) == ([] if expected is None else [expected])
 
 
-def test_a_look_up_takes_no_longer_in_a_long_text():
+def test_a_look_up_is_not_slower_in_a_long_text():
     rng = random.Random(0)
     token_ids = [rng.randrange(50) for _ in range(8000)]
     proposer = make_proposer()
@@ -95,15 +95,15 @@ def test_a_look_up_takes_no_longer_in_a_long_text():
     for _ in range(1000):
         token_ids.append(rng.randrange(50))
         proposer.propose(token_ids, 4)
-    assert time.thread_time() - start < 0.1  # 100 us each; a search would take ten times that
+    assert time.thread_time() - start < 0.1  # 100 us each; a search would take ten times as long
 
 
-# -- how long, and when not --
+# -- length and pauses --
 
 LOOP = [1, 2, 3] * 10
 
 
-def test_a_draft_is_at_most_one_longer_than_twice_what_was_right_last():
+def test_a_draft_is_at_most_one_longer_than_twice_the_last_accepted_length():
     proposer = make_proposer(num_speculative_tokens=8)
     lengths = []
     for num_accepted in (3, 7, 8, 3, 1, 1, 2):
@@ -112,7 +112,7 @@ def test_a_draft_is_at_most_one_longer_than_twice_what_was_right_last():
     assert lengths == [3, 7, 8, 8, 7, 3, 3]
 
 
-def test_drafts_that_fail_pause_for_longer_and_longer():
+def test_pauses_double_while_drafts_fail():
     proposer = make_proposer()
     drafted_at = []
     token_ids = [0]
@@ -126,7 +126,7 @@ def test_drafts_that_fail_pause_for_longer_and_longer():
     assert gaps == [2, 3, 5, 9, 17, 33, 33, 33]
 
 
-def test_a_draft_that_succeeds_ends_the_pauses():
+def test_an_accepted_draft_resets_the_pause():
     proposer = make_proposer()
     for _ in range(4):
         proposer.observe(10, 0)
@@ -154,7 +154,7 @@ def test_a_draft_that_succeeds_ends_the_pauses():
     ],
     ids=str,
 )
-def test_what_makes_no_sense_is_refused(values, allowed):
+def test_invalid_values_are_refused(values, allowed):
     with pytest.raises(ValidationError) as refused:
         SpeculativeConfig.model_validate(values)
     assert allowed in str(refused.value)

@@ -1,4 +1,4 @@
-"""The bill: shares of time and of KV blocks, over a fake clock that only the runner moves."""
+"""The bill: shares of time and of KV blocks, with a fake clock that only the runner moves."""
 
 import random
 from collections import Counter, defaultdict
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.helpers import Collector, CountingRunner, make_config, make_request
 from tritium.backend.config import SpeculativeConfig
-from tritium.backend.engine.engine import Engine
-from tritium.backend.engine.request import Figures, FinishReason, SampledToken
+from tritium.backend.engine.engine import Engine, StepInFlight
+from tritium.backend.engine.request import SampledToken, SequenceUsage
 from tritium.backend.engine.sequence import ScheduledSequence
 from tritium.backend.engine.usage import (
     DEFAULT_WEIGHTS,
@@ -27,7 +27,7 @@ WEIGHTS = Weights(token=1000, context=7, sequence=300)
 
 
 class Clock:
-    """Stands still unless it is moved; tells those who watch."""
+    """Stands still unless it is moved; calls its watchers before each move."""
 
     def __init__(self) -> None:
         self.now = 1_000_000
@@ -43,7 +43,7 @@ class Clock:
 
 
 class TimedRunner(CountingRunner):
-    """Takes the clock's time for launching and for reading; None fails."""
+    """Launching and reading move the clock by a step's duration; None: the launch fails."""
 
     def __init__(self, clock: Clock, duration: Callable[[list[ScheduledSequence]], int | None]):
         super().__init__()
@@ -51,7 +51,7 @@ class TimedRunner(CountingRunner):
         self._duration = duration
 
     def token_at(self, position: int) -> int:
-        return position % 3  # repeats itself, so that drafts are accepted
+        return position % 3  # repeats, so that drafts are accepted
 
     def launch(self, batch):
         read = super().launch(batch)
@@ -69,7 +69,7 @@ class TimedRunner(CountingRunner):
 
 
 class Witness:
-    """Adds up, whenever the clock moves, what each request holds: by brute force."""
+    """Sums up the blocks that each request holds whenever the clock moves, by brute force."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -85,7 +85,7 @@ class Witness:
             self.block_ns[number] += duration * sum(1 / blocks[i].ref_count for i in table)
             self.peaks[number] = max(self.peaks[number], len(table))
 
-    def check(self, figures: dict[int, Figures]) -> None:
+    def check(self, figures: dict[int, SequenceUsage]) -> None:
         for number, f in figures.items():
             expected = self.block_ns[number] / 1e9
             assert f.block_seconds == pytest.approx(expected, rel=1e-9, abs=1e-12)
@@ -94,7 +94,7 @@ class Witness:
 
 
 class Bench:
-    """An engine on a fake clock, whose failing steps end their sequences as its thread does it."""
+    """An engine on a fake clock that also continues after many failures."""
 
     def __init__(self, duration, overlaps=False, num_blocks=64, weights=WEIGHTS, **changes) -> None:
         self.clock = Clock()
@@ -107,39 +107,40 @@ class Bench:
         self.engine = Engine(
             config, runner, self.collector, self.busy_time, on_totals=self.totals.append
         )
+        self.in_flight: StepInFlight | None = None
         self.witness = Witness(self.engine)
         self.clock.watchers.append(self.witness)
 
     def submit(self, request_id: int = 0, num_forks: int = 0, **fields) -> None:
-        """A request, and others with its prompt right behind it."""
+        """Submit a request and `num_forks` forks of it."""
         requests = [make_request(request_id=request_id, **fields)]
-        for i in range(request_id + 1, request_id + 1 + num_forks):
-            requests.append(make_request(request_id=i, fork_of=request_id, **fields))
+        requests += [
+            make_request(request_id=request_id + 1 + i, fork_of=request_id, **fields)
+            for i in range(num_forks)
+        ]
         if requests[0].max_kv_tokens <= self.engine.max_kv_tokens:
             self.engine.reserve(len(requests))
             self.engine.submit(*requests)
 
     def step(self) -> None:
         try:
-            self.engine.step()
-        except RuntimeError:
-            self.busy_time.end_failed_step()
-            running = [s.request_id for s in self.engine.scheduler.running]
-            self.engine._end_all(running, FinishReason.ERROR, "boom")
+            self.in_flight = self.engine.step(self.in_flight)
+        except RuntimeError:  # the third failure in a row, or one after that
+            self.in_flight = None
         self.engine.check_integrity()
 
-    def run(self) -> dict[int, Figures]:
-        """Step until all requests have ended; their figures by id."""
+    def run(self) -> dict[int, SequenceUsage]:
+        """Step until all requests have ended; returns their usage by id."""
         while self.engine._inbox or self.engine.scheduler.has_unfinished():
             self.step()
-        self.step()  # what was in flight
+        self.step()  # reads the step in flight
         outputs = [output for output in self.collector.outputs if output.finish_reason]
-        figures = {output.request_id: output.figures for output in outputs}
+        figures = {output.request_id: output.usage for output in outputs}
         assert len(figures) == len(outputs)
         return figures
 
 
-# Many start alike, so that several hold a block at once.
+# Many prompts have a common beginning, so that several requests share blocks.
 prompts = st.builds(
     lambda num_shared, rest: [0] * 4 * num_shared + rest,
     st.integers(0, 3),
@@ -218,7 +219,7 @@ def test_every_nanosecond_is_on_one_bill(
 @given(
     total=st.integers(0, 10**18), weights=st.lists(st.integers(1, 10**18), min_size=1, max_size=50)
 )
-def test_parts_sum_to_the_whole_and_are_off_by_less_than_one(total, weights):
+def test_parts_sum_to_the_total_and_are_off_by_less_than_one(total, weights):
     parts = split(total, weights)
     assert sum(parts) == total
     whole = sum(weights)
@@ -255,8 +256,8 @@ def test_a_step_is_shared_by_weight():
     assert [figures[i].prefill_ns for i in (0, 1)] == [250, 750]
 
 
-def test_what_preemption_costs_is_not_the_victim_s():
-    """Two of 6 + 7 tokens, in blocks of 4; together they need 8 blocks and there are 5."""
+def test_recomputing_after_preemption_is_not_billed():
+    """Two sequences of 6 + 7 tokens in blocks of 4: together they need 8 blocks, there are 5."""
     bench = Bench(constant, num_blocks=5, max_num_seqs=2)
     for i in range(2):
         bench.submit(prompt=range(6), max_tokens=8, request_id=i)
@@ -265,12 +266,12 @@ def test_what_preemption_costs_is_not_the_victim_s():
     assert victim.num_preemptions == 1
     assert victim.recompute_ns > 0
     assert bench.engine.totals().preemption == victim.recompute_ns
-    # Its decode steps alone cost 1,000 each, shared ones half; none is charged twice.
+    # A decode step costs 1,000 alone and half of that in company; none is charged twice.
     assert victim.decode_ns <= 7000
 
 
-def test_draft_tokens_are_the_sequence_s_own():
-    def bill(drafts: bool) -> Figures:
+def test_draft_tokens_are_billed_to_their_sequence():
+    def bill(drafts: bool) -> SequenceUsage:
         bench = Bench(
             lambda batch: sum(s.num_new_tokens for s in batch) * 100,
             speculative_config=SpeculativeConfig() if drafts else None,
@@ -279,14 +280,14 @@ def test_draft_tokens_are_the_sequence_s_own():
         return bench.run()[0]
 
     assert bill(True).decode_ns >= bill(False).decode_ns
-    assert bill(True).recompute_ns == 0  # rejected ones, too, are computed once
+    assert bill(True).recompute_ns == 0  # rejected drafts are computed once, too
 
 
-def test_a_row_of_an_ended_sequence_is_on_nobody_s_bill():
+def test_a_row_of_an_ended_sequence_is_overrun():
     bench = Bench(constant, overlaps=True)
     bench.submit(prompt=range(4), max_tokens=8, stop_token_ids=frozenset({5 % 3}))
     bench.run()
-    # The second step's last third: the first two tokens' steps took the rest of the time.
+    # The last two thirds of the third step; the steps of the first two tokens took the rest.
     assert bench.engine.totals().overrun == 667
 
 
@@ -299,7 +300,7 @@ def test_a_failed_step_is_a_fault():
     assert bench.engine.totals().fault == 17
 
 
-def test_totals_come_behind_a_failed_step_too():
+def test_totals_are_reported_after_a_failed_step():
     bench = Bench(lambda batch: None)
     bench.engine.start()
     bench.submit(max_tokens=5)
@@ -309,7 +310,7 @@ def test_totals_come_behind_a_failed_step_too():
     bench.engine.stop(0)
 
 
-def test_waiting_for_requests_is_idle():
+def test_time_without_requests_is_idle():
     bench = Bench(constant)
     bench.clock.move(70)
     bench.submit(max_tokens=1)
@@ -321,7 +322,7 @@ def test_waiting_for_requests_is_idle():
     assert (totals.idle, totals.busy) == (100, 2005)
 
 
-def test_totals_come_once_a_second_and_at_the_end():
+def test_totals_are_reported_once_per_second_and_at_the_end():
     bench = Bench(lambda batch: 300_000_000)
     bench.submit(max_tokens=10)
     bench.run()
@@ -329,7 +330,7 @@ def test_totals_come_once_a_second_and_at_the_end():
     assert [t.is_quiet for t in bench.totals] == [False, False, False, True, True]
 
 
-def test_shared_blocks_are_paid_together_and_reuse_is_told():
+def test_holders_share_the_cost_of_blocks_and_reuse_is_reported():
     def duration(batch):
         return sum(WEIGHTS.of(s.start, s.end) for s in batch)
 
@@ -341,18 +342,18 @@ def test_shared_blocks_are_paid_together_and_reuse_is_told():
     leader, follower = figures[0], figures[1]
     assert (follower.peak_blocks, follower.peak_own_blocks) == (6, 2)
     assert (leader.peak_blocks, leader.peak_own_blocks) == (6, 6)
-    # Step 1: 5 blocks of the leader. Steps 2 to 6: 4 are shared, 1 (later 2) is each one's own.
+    # Step 1: the leader has 5 blocks. Steps 2 to 6: both share 4, and have 1 (later 2) each.
     assert leader.block_seconds + follower.block_seconds == pytest.approx(
         bench.engine.totals().block_ns / 1e9
     )
-    # 16 tokens of 17 would have taken nearly what the leader's prompt took.
+    # 16 tokens of 17 would have taken nearly as long as the leader's prompt.
     assert leader.saved_ns == 0
     assert follower.saved_ns == WEIGHTS.of(0, 16, num_sequences=0)
 
 
-def test_a_block_s_holders_come_and_go():
+def test_holders_of_a_block_join_and_leave():
     bench = Bench(constant, prefix_cache="on", max_num_batched_tokens=32)
-    for i, max_tokens in enumerate((9, 4, 9, 2)):  # the second leaves before the first
+    for i, max_tokens in enumerate((9, 4, 9, 2)):  # the second one leaves before the first
         bench.submit(prompt=range(17), max_tokens=max_tokens, request_id=i)
         bench.step()
         bench.step()
@@ -362,7 +363,7 @@ def test_a_block_s_holders_come_and_go():
 # -- weights --
 
 
-def test_weights_are_found_in_steps_that_follow_them():
+def test_fit_finds_the_weights_that_made_the_steps():
     true = Weights(token=40_000_000, context=9_000, sequence=150_000_000)
     steps = [
         MeasuredStep(n * t, a := n * t * (t + 1) // 2, n, 2_000_000 + _ns(true, n * t, a, n))
@@ -395,8 +396,10 @@ def test_no_weight_is_negative():
 
 
 def busy_of(order: list[str], num_answers: int = 24) -> dict[str, int]:
-    """Bills of lines whose requests come in this order, two a step, all alike; steps cost what
-    the real ones do, with a good deal that no sequence is the cause of."""
+    """Bills per line; equal requests of these lines arrive in this order, two per step.
+
+    Steps cost what real ones do, including a large part that no sequence causes.
+    """
 
     def duration(batch):
         weight = sum(DEFAULT_WEIGHTS.of(s.start, s.end) for s in batch)

@@ -1,4 +1,4 @@
-"""The order of those who wait."""
+"""The order of waiting sequences."""
 
 from tests.helpers import make_sequence
 from tritium.backend.engine.request import RequestClass
@@ -11,7 +11,7 @@ def make_queue(*all_fields) -> WaitingQueue:
     queue = WaitingQueue()
     for i, fields in enumerate(all_fields):
         sequence = make_sequence(request_id=i, **fields)
-        sequence.arrival = i
+        sequence.arrival_index = i
         sequence.queued_time = float(i)
         queue.add(sequence)
         queue.check_integrity()
@@ -28,7 +28,7 @@ def test_class_then_priority_then_arrival():
     assert (len(queue), queue[0].request_id) == (5, 2)
 
 
-def test_one_that_comes_back_stands_where_it_stood():
+def test_sequence_that_comes_back_gets_its_old_slot():
     queue = make_queue({}, {}, {})
     sequence = queue[1]
     queue.remove(sequence)
@@ -38,10 +38,10 @@ def test_one_that_comes_back_stands_where_it_stood():
     queue.check_integrity()
     assert ids(queue) == [0, 1, 2]
     queue.remove(queue[0])
-    assert queue.longest().request_id == 2  # the other has waited since it came back
+    assert queue.longest().request_id == 2  # sequence 1 has waited only since it came back
 
 
-def test_who_is_promoted_goes_first_of_all():
+def test_promoted_sequences_go_first():
     queue = make_queue(OFFLINE, OFFLINE, dict(priority=-9))
     for expected in ([0, 2, 1], [0, 1, 2], [0, 1, 2]):
         queue.promote(queue.longest())

@@ -562,8 +562,9 @@ def run_engine(runner, requests, **config) -> Collector:
     for request in requests:
         engine.reserve()
         engine.submit(request)
+    in_flight = None
     for _ in range(2000):
-        engine.step()
+        in_flight = engine.step(in_flight)
         engine.scheduler.check_integrity()
         if len(collector.reasons) == len(requests):
             return collector
@@ -603,8 +604,9 @@ def test_preempted_answers_go_on_where_they_were(compiler, tokenizer, closers):
     for request in requests:
         engine.reserve()
         engine.submit(request)
+    in_flight = None
     while len(collector.reasons) < 4:
-        engine.step()
+        in_flight = engine.step(in_flight)
     assert engine.stats().num_preemptions
     for i in range(4):
         if collector.reasons[i] == [FinishReason.STOP]:

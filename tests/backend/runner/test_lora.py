@@ -71,8 +71,9 @@ def generate(
     for i, (prompt, name) in enumerate(zip(PROMPTS, lora, strict=True)):
         engine.reserve()
         engine.submit(EngineRequest(i, prompt, 6 + 3 * i, num_logprobs=VOCABULARY, lora=name))
+    in_flight = None
     while len(collector.reasons) < len(PROMPTS):
-        engine.step()
+        in_flight = engine.step(in_flight)
         engine.scheduler.check_integrity()
     assert bool(engine.stats().num_preemptions) is preempts
     answers = []

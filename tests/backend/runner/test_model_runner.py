@@ -45,8 +45,9 @@ def generate(config: EngineConfig, runner: ModelRunner, **sampling) -> list[list
     for i, prompt in enumerate(PROMPTS):
         engine.reserve()
         engine.submit(EngineRequest(i, prompt, max_tokens=6 + 3 * i, seed=i, **sampling))
+    in_flight = None
     while len(collector.reasons) < len(PROMPTS):
-        engine.step()
+        in_flight = engine.step(in_flight)
         engine.scheduler.check_integrity()
     assert not engine.stats().num_used_blocks
     return [collector.token_ids(i) for i in range(len(PROMPTS))]
@@ -187,8 +188,9 @@ def test_rounded_weights_know_what_the_model_knows(quantization, tokenizer):
     engine.reserve()
     prompt = tokenizer.encode("The capital of France is the city of")
     engine.submit(EngineRequest(0, prompt, max_tokens=1, num_logprobs=0))
+    in_flight = None
     while not collector.reasons:
-        engine.step()
+        in_flight = engine.step(in_flight)
     [token] = collector.outputs[0].tokens
     assert tokenizer.decode_token(token.token_id) == " Paris"
     assert token.logprobs.logprob > -0.1
@@ -274,8 +276,9 @@ def test_prompt_logprobs(model, overlaps, prompt):
         engine.reserve()
         wanted = 2 if i else None
         engine.submit(EngineRequest(i, prompt, max_tokens=3, num_prompt_logprobs=wanted))
+    in_flight = None
     while len(collector.reasons) < 3:
-        engine.step()
+        in_flight = engine.step(in_flight)
     expected = prompt_logprobs(model, prompt)
     for output in collector.outputs:
         if output.request_id == 0:
