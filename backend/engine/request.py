@@ -7,8 +7,8 @@ from enum import IntEnum, StrEnum
 from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from annotated_types import Ge, Gt, Le, Lt
+from numpy.typing import NDArray
 
 from tritium.backend.config import RepetitionDetection
 
