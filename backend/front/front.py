@@ -1,8 +1,8 @@
-"""Between Triton Server and the engine: takes requests in.
+"""The front: accepts requests from Triton Server and submits them to the engine.
 
-`handle()` runs on Triton Server's thread; a request whose answer must have a form that has to be
-compiled goes on from there on a thread of the compiler's. What is answered, and when, is the
-output thread's (output_thread.py).
+`handle()` runs on Triton Server's thread. A request with structured outputs continues on one of the
+compiler's threads when its grammar is ready. Responses are sent by the output thread
+(output_thread.py).
 """
 
 import logging
@@ -39,7 +39,7 @@ logger = logging.getLogger("tritium")
 
 
 class _Accepted(NamedTuple):
-    """A request that has its places in the queue."""
+    """A request that holds its slots in the queue, one per answer."""
 
     request: GenerationRequest
     responder: Responder
@@ -48,17 +48,17 @@ class _Accepted(NamedTuple):
 
 
 class Front:
-    """Serves requests with an engine on a thread of its own.
+    """Serves requests with an engine, which runs on its own thread.
 
     Args:
         config: Limits.
-        tokenizer: The model's.
-        runner: The model.
-        grammars: For answers that must have a form.
-        max_model_len: Tokens of prompt and answer together.
-        eos_token_ids: End an answer, unless `ignore_eos`.
-        metrics: Told of refusals, and of the engine a few times a second.
-        billing: Told of every request that comes and ends.
+        tokenizer: The model's tokenizer.
+        runner: Runs the model.
+        grammars: Compiles structured outputs.
+        max_model_len: Most tokens of prompt and answer together.
+        eos_token_ids: Tokens that end an answer, unless `ignore_eos`.
+        metrics: Counts refusals; receives the engine's state a few times per second.
+        billing: Opens and closes a bill for every request.
         busy_time: Shares the engine's time among the requests.
     """
 
@@ -80,7 +80,8 @@ class Front:
         self._metrics = metrics
         self._billing = billing
         self._trace = _trace_writer(config)
-        # By ids: the callbacks of grammars live as long as those, and responders must not.
+        # Keyed by id: a callback lives as long as its cached grammar and must not keep the
+        # responder alive.
         self._compiling: dict[int, _Accepted] = {}
         self._compiling_ids = count()
         self._compiling_lock = threading.Lock()
@@ -94,6 +95,7 @@ class Front:
         self._output_thread.start()
 
     def is_ready(self) -> bool:
+        """Whether both threads are alive."""
         return self._engine.is_alive() and self._output_thread.is_alive()
 
     def handle(
@@ -107,8 +109,11 @@ class Front:
         """Accept a request or answer it with an error. Never raises.
 
         Args:
-            timeout: Seconds after which it is refused, if it has no token by then; 0: never.
-            request_id: Its client's.
+            inputs: The request's tensors.
+            parameters: The request's parameters, a JSON object or "".
+            responder: Sends the responses.
+            timeout: Seconds to the first token, after which the request fails; 0: no limit.
+            request_id: The client's id for the request.
         """
         arrival = Arrival(time.perf_counter(), timeout)
         bill = self._billing.open(request_id)
@@ -118,26 +123,26 @@ class Front:
             bill.request_class = request.request_class.name.lower()
             bill.n = request.sampling.n
             self._inputs.check(request)
-            # Before anything that takes time, so that a burst costs nothing.
+            # Admission control comes before the expensive work: refusing a burst must be cheap.
             self._engine.reserve(
                 request.sampling.n, request.request_class, self._inputs.patience(request)
             )
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- the request must get an answer
             self._refuse(responder, bill, error)
             return
         accepted = _Accepted(request, responder, arrival, bill)
-        if request.form:
+        if request.constraint:
             compiling_id = next(self._compiling_ids)
             self._compiling[compiling_id] = accepted
-            compiled = self._grammars.compile(request.form)
+            compiled = self._grammars.compile(request.constraint)
             compiled.add_done_callback(partial(self._submit_compiled, compiling_id))
         else:
             self._submit(accepted)
 
     def stop(self) -> None:
-        """Let running requests end for `drain_seconds`, then end what is left with an error.
+        """Let requests continue for `drain_seconds`, then end the rest with UNAVAILABLE.
 
-        Does nothing the second time.
+        A second call does nothing.
         """
         if self._is_stopped:
             return
@@ -156,14 +161,14 @@ class Front:
             self._trace.close()
 
     def _submit_compiled(self, compiling_id: int, compiled: Future[Grammar]) -> None:
-        """Never raises."""
+        """Submit a request whose grammar is done, unless it was cancelled. Never raises."""
         with self._compiling_lock:
             accepted = self._compiling.pop(compiling_id, None)
-        if accepted:  # not cancelled meanwhile
+        if accepted:
             self._submit(accepted, compiled)
 
     def _submit(self, accepted: _Accepted, compiled: Future[Grammar] | None = None) -> None:
-        """Hand a request over on its reserved places, or answer it with an error. Never raises."""
+        """Submit a request to the engine, or answer it with an error. Never raises."""
         request, responder, arrival, bill = accepted
         live = None
         try:
@@ -179,14 +184,14 @@ class Front:
             self._output_thread.add(live)
             self._billing.submitted(bill, outputs)
             self._engine.submit(*engine_requests)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- the request must get an answer
             if live:
                 self._output_thread.discard(live)
             self._billing.withdrawn(bill)
             self._withdraw(accepted, error)
 
     def _withdraw(self, accepted: _Accepted, error: Exception) -> None:
-        """Answer a request with an error, and give its places back."""
+        """Answer a request with an error and release its slots."""
         self._engine.release(accepted.request.sampling.n, accepted.request.request_class)
         self._refuse(accepted.responder, accepted.bill, error)
 
@@ -194,7 +199,7 @@ class Front:
         if isinstance(error, CancelledError):
             error = Unavailable("the model is shutting down", RefusalReason.DRAINING)
         if not isinstance(error, RequestError):
-            logger.error("a request could not be read", exc_info=error)
+            logger.error("a request failed before it reached the engine", exc_info=error)
             error = RequestError(f"internal error: {error!r}")
         self._billing.close(bill, error.code.lower())
         if error.reason:
@@ -202,15 +207,15 @@ class Front:
         responder.fail(error)
 
     def _poll_compiling(self) -> None:
-        """End those that wait for a grammar and were cancelled. Never raises."""
+        """End cancelled requests that wait for their grammars. Never raises."""
         for compiling_id in list(self._compiling):
             try:
                 self._check_compiling(compiling_id)
             except Exception:
-                logger.exception("a request that waits for its grammar could not be cancelled")
+                logger.exception("a request waiting for its grammar could not be cancelled")
 
     def _check_compiling(self, compiling_id: int) -> None:
-        with self._compiling_lock:  # nothing is asked once another thread may have answered
+        with self._compiling_lock:  # once answered elsewhere, the responder must not be used
             accepted = self._compiling.get(compiling_id)
             if not accepted or not accepted.responder.is_cancelled():
                 return
@@ -232,10 +237,11 @@ def _trace_writer(config: EngineConfig) -> TraceWriter | None:
 
 
 def _grammar(request: GenerationRequest, compiled: Future[Grammar]) -> Grammar:
-    # Not raised itself: its traceback would hold on to this request for as long as it is kept.
+    # Not compiled.result(): it would raise the cached exception, whose traceback would then keep
+    # this request alive for as long as the grammar is cached.
     error = compiled.exception()
     if isinstance(error, RequestError):
-        raise type(error)(f"{request.form_name}: {error}")
+        raise type(error)(f"{request.constraint_source}: {error}")
     if error:
-        raise RuntimeError(f"a form could not be compiled: {error!r}") from error
+        raise RuntimeError(f"a grammar could not be compiled: {error!r}") from error
     return compiled.result()

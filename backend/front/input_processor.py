@@ -1,4 +1,4 @@
-"""What a client asks for, as the engine takes it: token ids, sampling, deadlines, salts."""
+"""Translates a client's request for the engine: token ids, sampling, deadlines, cache salts."""
 
 import math
 import random
@@ -23,20 +23,20 @@ from tritium.backend.front.tokenizer import Tokenizer
 
 
 class Arrival(NamedTuple):
-    """When a request came, and how long it is ready to wait for its first token."""
+    """When a request arrived, and how long it may wait for its first token."""
 
     time: float  # time.perf_counter()
-    timeout: float  # seconds, 0: for ever
+    timeout: float  # seconds; 0: no limit
 
 
 class InputProcessor:
-    """Makes engine requests of generation requests, within this server's limits.
+    """Turns generation requests into engine requests, within this server's limits.
 
     Args:
         config: Limits.
-        tokenizer: The model's.
-        max_model_len: Tokens of prompt and answer together.
-        eos_token_ids: End an answer, unless `ignore_eos`.
+        tokenizer: The model's tokenizer.
+        max_model_len: Most tokens of prompt and answer together.
+        eos_token_ids: Tokens that end an answer, unless `ignore_eos`.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class InputProcessor:
         self._request_ids = count()
 
     def check(self, request: GenerationRequest) -> None:
-        """What needs no token ids.
+        """Check what can be checked without token ids.
 
         Raises:
-            InvalidArgument: this server does not do what is asked for.
+            InvalidArgument: the request exceeds a limit or needs a feature that is off.
         """
         num_answers = request.sampling.n
         if num_answers > self._config.max_num_seqs:
@@ -72,7 +72,7 @@ class InputProcessor:
             )
 
     def patience(self, request: GenerationRequest) -> float:
-        """Seconds that a request may wait in the queue."""
+        """The longest acceptable wait in the queue, in seconds."""
         deadline_ms = request.deadline_ms or math.inf
         if request.request_class is RequestClass.INTERACTIVE:
             deadline_ms = min(deadline_ms, self._config.max_queue_delay_ms)
@@ -82,7 +82,7 @@ class InputProcessor:
         """The prompt's token ids.
 
         Raises:
-            InvalidArgument: there are none, or too many.
+            InvalidArgument: the prompt has no tokens, or too many.
         """
         if request.messages is not None:
             tools = request.tools.functions if request.tools else None
@@ -109,10 +109,10 @@ class InputProcessor:
         grammar: Grammar | None,
         arrival: Arrival,
     ) -> list[EngineRequest]:
-        """One for each answer; the later ones share the first one's prompt.
+        """One engine request per answer; the later ones are forks of the first.
 
         Raises:
-            InvalidArgument: a token id is not the model's.
+            InvalidArgument: a token id is outside the vocabulary.
         """
         sampling = request.sampling
         for name, token_ids in (
@@ -122,13 +122,13 @@ class InputProcessor:
         ):
             self._check_token_ids(name, token_ids)
         stop_token_ids = set(sampling.stop_token_ids)
-        if grammar or not sampling.ignore_eos:  # an answer ends where its grammar does
+        if grammar or not sampling.ignore_eos:  # a complete grammar must be able to end
             stop_token_ids.update(self._eos_token_ids)
         num_logprobs = sampling.logprobs
         if num_logprobs is None and "return_cumulative_logprob" in request.returned:
             num_logprobs = 0
         detection = sampling.repetition_detection
-        if detection is None and not sampling.ignore_eos:  # which asks for a certain length
+        if detection is None and not sampling.ignore_eos:  # ignore_eos demands a fixed length
             detection = self._config.repetition_detection
         lora = sampling.lora_name or ""
         scope = request.business_line if self._config.prefix_cache_scope == "line" else ""
@@ -159,8 +159,8 @@ class InputProcessor:
             deadlines=self._deadlines(request, arrival),
             speculative=self._speculates(sampling.speculative),
             lora=lora,
-            # The line is part of the salt, so nobody can take on another line's.
-            # So is the adapter, whose KV is no other's.
+            # Prefixes are shared neither between business lines (where the scope is the line), nor
+            # between adapters, which compute different KV.
             cache_salt=f"{len(scope)}:{scope}{len(lora)}:{lora}{request.cache_salt}".encode(),
             cache_scope=scope,
             **passed_on,
@@ -180,7 +180,7 @@ class InputProcessor:
     def output(
         self, request: GenerationRequest, prompt_token_ids: list[int], arrival: Arrival
     ) -> RequestOutput:
-        """For one answer: where its tokens become text."""
+        """The text side of one answer."""
         sampling = request.sampling
         return RequestOutput(
             self._tokenizer.detokenizer(prompt_token_ids, sampling.skip_special_tokens),
@@ -239,7 +239,7 @@ class InputProcessor:
         return config is not None and (config.by_default if wanted is None else wanted)
 
     def _check_lora(self, name: str | None) -> None:
-        """The messages are those of vLLM's Triton backend; its clients compare them."""
+        """Raises with the messages of vLLM's Triton Server backend, which clients compare."""
         supported = list(self._config.lora_modules)
         if name is not None and not supported:
             raise InvalidArgument("LoRA feature is not enabled.")

@@ -1,6 +1,6 @@
 """The text side of a running request: deltas, stop strings, token counts, usage, finish reason.
 
-Knows nothing of blocks, tensors or Triton Server.
+Knows nothing of KV blocks, tensors or Triton Server.
 """
 
 import time
@@ -18,31 +18,31 @@ class Detokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one response carries of one answer."""
+    """The part of one answer that one response carries."""
 
     text: str
     tokens: list[SampledToken]
     cumulative_logprob: float  # of all tokens so far
     finish_reason: FinishReason | None = None
-    prompt_logprobs: list[SampledToken] | None = None  # of the prompt; with the first delta
+    prompt_logprobs: list[SampledToken] | None = None  # with the first delta
 
 
 class RequestOutput:
-    """Collects a request's tokens and gives out text as soon as it is sure.
+    """Collects an answer's tokens and releases text as soon as it is final.
 
-    Text that may turn out to be the start of a stop string, or blanks at the end, is held back.
+    Text that may be the start of a stop string, or trailing blanks, is held back.
 
     Args:
-        detokenizer: For this answer.
+        detokenizer: The answer's own.
         stop: Stop strings.
         include_stop: Whether the text keeps the stop string, or the stop token's text.
-        min_tokens: Stop strings are not looked for in the first so many tokens.
+        min_tokens: Stop strings are ignored within this many tokens.
         stream: False: everything comes in one delta at the end.
         prefix: Text that the first delta starts with (the echoed prompt).
-        trim_blanks: Whether blanks at the end of the answer are left out.
-        num_prompt_tokens: Of the prompt.
+        num_prompt_tokens: Length of the prompt.
+        trim_blanks: Whether trailing blanks are removed.
         clock: Seconds, as time.perf_counter.
-        arrival_time: By the clock; now, if none is given.
+        arrival_time: Of the request, by the clock; None: now.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class RequestOutput:
         self._min_tokens = min_tokens
         self._stream = stream
         self._trim_blanks = trim_blanks
-        self._text = prefix  # ready to go out
-        self._held = ""  # may be the start of a stop string
-        self._tokens: list[SampledToken] = []  # ready to go out
+        self._text = prefix  # ready to be sent
+        self._held = ""  # held back, after _text
+        self._tokens: list[SampledToken] = []  # not sent yet
         self._prompt_logprobs: list[SampledToken] | None = None
         self._cumulative_logprob = 0.0
         self._num_output_tokens = 0
@@ -77,12 +77,12 @@ class RequestOutput:
         self._scheduled_time = 0.0
         self._first_token_time = 0.0
         self._last_token_time = 0.0
-        self.gaps: list[float] = []  # seconds between one token and the next
+        self.gaps: list[float] = []  # seconds between consecutive tokens
         self.finish_reason: FinishReason | None = None
-        self._has_ended = False  # the finish reason has gone out
+        self._has_ended = False  # the finish reason was taken
 
     def add(self, output: EngineOutput) -> None:
-        """Take in an output of the engine; what comes after a stop string is ignored."""
+        """Take in an output of the engine; anything after the finish reason is ignored."""
         if self.finish_reason:
             return
         self._num_cached_tokens = output.num_cached_tokens
@@ -101,13 +101,13 @@ class RequestOutput:
 
     @property
     def is_ready(self) -> bool:
-        """Whether something can go out that has not gone out before."""
+        """Whether there is something to send."""
         if self.finish_reason:
             return not self._has_ended
         return bool(self._stream and self._text)
 
     def take(self) -> Delta:
-        """What goes out now. From the last delta on, all have the finish reason."""
+        """The next delta. Once the answer has ended, every delta has its finish reason."""
         delta = Delta(
             self._text,
             self._tokens,
@@ -120,7 +120,7 @@ class RequestOutput:
         return delta
 
     def usage(self) -> AnswerUsage:
-        """What the answer has used so far."""
+        """The answer's usage so far."""
 
         def since_arrival(moment: float) -> float:
             return round((moment - self._arrival_time) * 1e3, 3) if moment else 0.0
@@ -153,11 +153,11 @@ class RequestOutput:
             return
         found = _first_stop(text, self._stop)
         if found is None:
-            sure = len(text) - _longest_started_stop(text, self._stop)
+            final = len(text) - _longest_started_stop(text, self._stop)
             if self._trim_blanks:
-                sure = min(sure, len(text.rstrip()))
-            self._text += text[:sure]
-            self._held = text[sure:]
+                final = min(final, len(text.rstrip()))
+            self._text += text[:final]
+            self._held = text[final:]
             return
         start, stop = found
         self._text += text[: start + len(stop) if self._include_stop else start]
@@ -166,7 +166,7 @@ class RequestOutput:
 
 
 def _first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """(start, stop string) of the stop string that begins first; of two there, the longer one."""
+    """(start, stop string) of the stop string that begins first; of equals the longest."""
     found = [(start, -len(stop), stop) for stop in stops if (start := text.find(stop)) >= 0]
     if not found:
         return None
@@ -175,7 +175,7 @@ def _first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
 
 
 def _longest_started_stop(text: str, stops: list[str]) -> int:
-    """The length of the longest end of `text` that is a beginning of a stop string."""
+    """The length of the longest suffix of `text` that is a prefix of a stop string."""
     longest = max(map(len, stops), default=1) - 1
     for length in range(min(longest, len(text)), 0, -1):
         if any(stop.startswith(text[-length:]) for stop in stops):

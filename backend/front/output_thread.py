@@ -1,8 +1,7 @@
-"""From the engine's tokens to responses: the front's output thread.
+"""The front's output thread: turns the engine's tokens into responses.
 
-It alone uses the responder of a request which has reached the engine, so that nothing is sent or
-asked after the final response. While it is behind, what a request has ready is merged into one
-response.
+Once a request has reached the engine, only this thread uses its responder, so nothing happens after
+the final response. When the thread falls behind, a request's outputs are merged into one response.
 """
 
 import contextlib
@@ -44,13 +43,13 @@ class Responder(Protocol):
 
     def send(self, tensors: Mapping[str, np.ndarray], final: bool) -> None: ...
 
-    def fail(self, error: RequestError) -> None: ...  # final, too
+    def fail(self, error: RequestError) -> None: ...  # the final response
 
     def is_cancelled(self) -> bool: ...
 
 
 class Metrics(Protocol):
-    """Takes what the front and the engine count."""
+    """Receives what the front and the engine count."""
 
     def request_refused(self, reason: RefusalReason) -> None: ...
 
@@ -61,37 +60,37 @@ class Metrics(Protocol):
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request that the engine has and whose final response is not sent."""
+    """A request that was submitted to the engine and whose final response was not sent yet."""
 
     request: GenerationRequest
     responder: Responder
-    outputs: dict[int, RequestOutput]  # by the engine's request ids: one an answer
-    first: EngineRequest  # of them
+    outputs: dict[int, RequestOutput]  # one per answer, by the engine's request id
+    first: EngineRequest  # the first answer's
     bill: Bill
     has_sent: bool = False
     cancelling: bool = False
 
     @property
     def urgency(self) -> tuple[bool, RequestClass]:
-        """The smaller one's responses are sent first: a first token is waited for most."""
+        """The smaller value is sent first: first tokens, then interactive requests."""
         return self.has_sent, self.first.request_class
 
 
-# What the engine's thread puts, in order; None: nothing comes any more.
+# What the engine's thread puts, in order; None: the end.
 Outputs = queue.SimpleQueue[list[EngineOutput] | DeviceTotals | None]
 
 
 class OutputThread:
-    """Sends what the engine makes, and looks a few times a second who has gone.
+    """Sends responses, and polls for cancelled requests a few times per second.
 
     Args:
-        outputs: What the engine puts.
-        engine: Told of requests that end before it knows.
-        tokenizer: The model's.
-        metrics: Told of the engine a few times a second.
-        billing: Told of every request that ends.
-        trace: Told of them, too.
-        on_poll: Called a few times a second, on this thread; must not raise.
+        outputs: Filled by the engine.
+        engine: Aborts requests that were cancelled or met a stop string.
+        tokenizer: The model's tokenizer.
+        metrics: Receives the engine's state a few times per second.
+        billing: Closes the bill of every request that ends.
+        trace: Records every request that ends.
+        on_poll: Called a few times per second, on this thread; must not raise.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class OutputThread:
         self._billing = billing
         self._trace = trace
         self._on_poll = on_poll
-        self._live: dict[int, LiveRequest] = {}  # by the engine's request ids
+        self._live: dict[int, LiveRequest] = {}  # by the engine's request id
         self._thread = threading.Thread(target=self._run, name="output")
 
     def start(self) -> None:
@@ -121,22 +120,22 @@ class OutputThread:
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """Send what the engine has put so far, then end."""
+        """Send everything the engine has put so far, then end the thread."""
         self._outputs.put(None)
         self._thread.join()
 
     def add(self, live: LiveRequest) -> None:
-        """Before the engine has it."""
+        """Register a request; call it before the engine has the request."""
         for request_id in live.outputs:
             self._live[request_id] = live
 
     def discard(self, live: LiveRequest) -> None:
-        """The engine does not get it after all."""
+        """Forget a request that the engine did not accept."""
         for request_id in live.outputs:
             self._live.pop(request_id, None)
 
     def _run(self) -> None:
-        _give_way()
+        _lower_priority()
         next_poll = 0.0
         stopping = False
         while not stopping:
@@ -146,7 +145,7 @@ class OutputThread:
                 stepped = self._outputs.get(timeout=_POLL_SECONDS)
                 while stepped is not None:
                     if isinstance(stepped, DeviceTotals):
-                        totals = stepped  # of what has been taken so far, and no more
+                        totals = stepped  # includes nothing that the engine puts later
                         break
                     for output in stepped:
                         outputs.setdefault(output.request_id, []).append(output)
@@ -171,7 +170,7 @@ class OutputThread:
         self._poll()
 
     def _guarded(self, function: Callable[..., None], live: LiveRequest, *args: Any) -> None:
-        """Whatever fails for one request must not end the thread that serves all."""
+        """Call the function; a failure for one request must not end the thread."""
         try:
             function(live, *args)
         except Exception:
@@ -185,7 +184,7 @@ class OutputThread:
     def _respond(self, live: LiveRequest, outputs: list[EngineOutput]) -> None:
         for output in outputs:
             if live.outputs[output.request_id].finish_reason:
-                continue  # more than was wanted, before the engine knew
+                continue  # computed after a stop string, before the abort reached the engine
             live.outputs[output.request_id].add(output)
             if error := _error(live.request, output):
                 self._end(live, output.finish_reason)
@@ -194,11 +193,11 @@ class OutputThread:
                     logger.info("[vllm] Successfully cancelled the request")
                 return
             if live.outputs[output.request_id].finish_reason and not output.finish_reason:
-                self._engine.abort(output.request_id)  # a stop string, which it can't know
+                self._engine.abort(output.request_id)  # ended by a stop string
         answers = live.outputs.values()
         final = all(answer.finish_reason for answer in answers)
         if final and live.bill.engine_ids and "return_usage" in live.request.returned:
-            return  # the engine's last word, about a step after a stop string, is missing
+            return  # after a stop string, a sequence's last step is not measured yet
         if not final and not (live.request.stream and any(answer.is_ready for answer in answers)):
             return
         deltas = [answer.take() for answer in answers]
@@ -234,7 +233,7 @@ class OutputThread:
             )
 
     def _forget(self, live: LiveRequest) -> None:
-        """Nothing of the request will be sent from here on; the engine ends what it has of it."""
+        """Send nothing more for the request; abort its sequences that have not ended."""
         for request_id, answer in live.outputs.items():
             if self._live.pop(request_id, None) and not answer.finish_reason:
                 self._engine.abort(request_id)
@@ -253,10 +252,10 @@ class OutputThread:
                 self._engine.abort(request_id)
 
 
-def _give_way() -> None:
-    """Let the calling thread take no core from a thread of the model's arithmetic.
+def _lower_priority() -> None:
+    """Keep the calling thread from preempting the threads that run the model on a CPU.
 
-    On CPU all of those wait for the one that was interrupted: with a batch of 32, 5 % more tokens.
+    All of them wait for an interrupted one. With a batch of 32 this gives 5 % more tokens/s.
     """
     thread = threading.get_native_id()
     os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
@@ -264,14 +263,14 @@ def _give_way() -> None:
 
 
 def _error(request: GenerationRequest, output: EngineOutput) -> RequestError | None:
-    """The error that a request ends with, None where it goes on or ends with an answer."""
+    """The error that a request ends with; None if it continues or ends with an answer."""
     if output.finish_reason is FinishReason.CANCELLED:
         return Cancelled("the request was cancelled")
     if output.finish_reason in (FinishReason.SHUTDOWN, FinishReason.EXPIRED):
         return Unavailable(output.error)
     if output.finish_reason is FinishReason.INVALID:
         return InvalidArgument(
-            f"{request.form_name}: the answer can't go on in the form demanded: {output.error}"
+            f"{request.constraint_source}: the answer can't continue: {output.error}"
         )
     if output.finish_reason is FinishReason.ERROR:
         return RequestError(output.error)

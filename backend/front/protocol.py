@@ -1,7 +1,7 @@
 """The contract with clients: Triton Server's tensors and parameters to requests, and back.
 
-Names, types and defaults of vLLM's Triton backend come first, ours beside them. Works on numpy
-arrays; knows nothing of the Python backend's own types.
+Names, types and defaults are those of vLLM's Triton Server backend, plus Tritium's own. Works on
+numpy arrays; knows nothing of the Python backend's types.
 """
 
 import json
@@ -38,7 +38,7 @@ _FLAGS = (
     "return_num_output_tokens",
     "return_usage",
 )
-# All of them optional: a request has text_input or messages.
+# All inputs are optional; a request has either text_input or messages.
 INPUTS = (
     TensorSpec("text_input", "TYPE_STRING", [1]),
     TensorSpec("messages", "TYPE_STRING", [1]),
@@ -73,7 +73,7 @@ _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{1
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A request as its client meant it, checked."""
+    """A client's request, validated."""
 
     text_input: str | None  # exactly one of text_input and messages
     messages: list[dict[str, Any]] | None
@@ -81,21 +81,21 @@ class GenerationRequest:
     tools: Tools | None = None
     stream: bool = False
     echo: bool = False  # the answer starts with the prompt
-    returned: frozenset[str] = frozenset()  # those of the return_* flags that are set
+    returned: frozenset[str] = frozenset()  # the return_* flags that are set
     business_line: str = ""
     cache_salt: str = ""
     request_class: RequestClass = RequestClass.INTERACTIVE
-    deadline_ms: int | None = None  # from its arrival to the end of the answer; None: for ever
-    trace_id: str = ""  # 32 hex digits of W3C's traceparent
+    deadline_ms: int | None = None  # from arrival to the end of the answer; None: no limit
+    trace_id: str = ""  # the 32 hex digits in W3C's traceparent
 
     @property
-    def form(self) -> StructuredOutputs | None:
-        """That the answer must have."""
-        return self.sampling.structured_outputs or (self.tools.form if self.tools else None)
+    def constraint(self) -> StructuredOutputs | None:
+        """The constraint on the answer's text."""
+        return self.sampling.structured_outputs or (self.tools.constraint if self.tools else None)
 
     @property
-    def form_name(self) -> str:
-        """Where the form comes from, for errors."""
+    def constraint_source(self) -> str:
+        """Where the constraint comes from, for error messages."""
         given = self.sampling.structured_outputs
         return "sampling parameter 'structured_outputs'" if given else "tools"
 
@@ -104,7 +104,7 @@ def parse(inputs: Mapping[str, np.ndarray], parameters: str) -> GenerationReques
     """Read a request.
 
     Args:
-        inputs: The tensors that the request has.
+        inputs: The request's tensors.
         parameters: The request's parameters, a JSON object or "".
 
     Raises:
@@ -124,14 +124,16 @@ def parse(inputs: Mapping[str, np.ndarray], parameters: str) -> GenerationReques
     settings = _json_object("request parameters", parameters) if parameters else {}
     tools = parse_tools(*(_label(name, inputs, settings) for name in ("tools", "tool_choice")))
     if tools and messages is None:
-        raise InvalidArgument("tools: only messages can have some: the chat template tells of them")
+        raise InvalidArgument(
+            "tools: only messages may have tools; text_input has no chat template"
+        )
     business_line, cache_salt, request_class = (
         _label(name, inputs, settings) for name in ("business_line", "cache_salt", "request_class")
     )
     deadline_ms = _deadline_ms(inputs, settings)
     trace_id = _trace_id(settings.pop("traceparent", ""))
     sampling_parameters = _string(inputs, "sampling_parameters")
-    if sampling_parameters is not None:  # replaces the request's parameters
+    if sampling_parameters is not None:  # replaces the request's parameters, as in vLLM
         settings = _json_object("sampling_parameters", sampling_parameters)
     if "stop" in inputs:
         settings["stop"] = _strings(inputs, "stop")
@@ -144,10 +146,10 @@ def parse(inputs: Mapping[str, np.ndarray], parameters: str) -> GenerationReques
             "is not allowed."
         )
     sampling = SamplingParams.parse(settings)
-    if sampling.structured_outputs and tools and tools.form:
+    if sampling.structured_outputs and tools and tools.constraint:
         raise InvalidArgument(
-            "tool_choice: demands a form of the answer, and so does a sampling parameter; only "
-            "one of them is allowed"
+            "tool_choice: constrains the answer, and so does a sampling parameter; only one of "
+            "them is allowed"
         )
     return GenerationRequest(
         text_input=text_input,
@@ -166,7 +168,7 @@ def parse(inputs: Mapping[str, np.ndarray], parameters: str) -> GenerationReques
 
 
 def wants_error_code(inputs: Mapping[str, np.ndarray]) -> bool:
-    """Whether an error's message shall start with its gRPC status, as in "UNAVAILABLE: ..."."""
+    """Whether error messages start with the gRPC status, as in "UNAVAILABLE: ..."."""
     try:
         return bool(_flag(inputs, "return_error_code"))
     except InvalidArgument:
@@ -180,11 +182,11 @@ def response_tensors(
     usage: Mapping[str, float | None] | None,
     tokenizer: TokenDecoder,
 ) -> dict[str, np.ndarray]:
-    """The output tensors of one response: the texts, and what the request asked for beside them.
+    """The output tensors of one response: the texts, and the outputs that the request asked for.
 
     Args:
-        deltas: One an answer (`n`).
-        usage: With the last response.
+        deltas: One per answer (`n`).
+        usage: Of the whole request; None before the last response.
     """
     tensors = {"text_output": _strings_tensor([delta.text for delta in deltas])}
     if "return_finish_reason" in request.returned:
@@ -199,7 +201,7 @@ def response_tensors(
         )
         prompt = deltas[0].prompt_logprobs
         if prompt is not None and request.sampling.prompt_logprobs is not None:
-            elements = [None, *_logprobs(prompt, tokenizer)]  # nothing comes before the first one
+            elements = [None, *_logprobs(prompt, tokenizer)]  # the first token is not predicted
             tensors["prompt_logprobs"] = _strings_tensor([json.dumps(elements)])
     if "return_num_input_tokens" in request.returned:
         tensors["num_input_tokens"] = np.array([num_input_tokens], dtype=np.uint32)
@@ -212,7 +214,7 @@ def response_tensors(
 
 
 def _logprobs(tokens: list[SampledToken], tokenizer: TokenDecoder) -> list[dict[str, Any]]:
-    """One element a token: the top `logprobs` tokens and the chosen one."""
+    """One element per token: the top `logprobs` tokens and the chosen one."""
     elements = []
     for token_id, logprobs in tokens:
         assert logprobs
@@ -262,7 +264,7 @@ def _flag(inputs: Mapping[str, np.ndarray], name: str) -> bool | None:
 
 
 def _label(name: str, inputs: Mapping[str, np.ndarray], settings: dict[str, Any]) -> str:
-    """A label from its tensor, else from the parameters, where it is taken out."""
+    """A label from its tensor, else from the parameters, from which it is removed."""
     value = settings.pop(name, "")
     if name in inputs:
         value = _string(inputs, name)
@@ -280,7 +282,7 @@ def _request_class(name: str) -> RequestClass:
 
 
 def _deadline_ms(inputs: Mapping[str, np.ndarray], settings: dict[str, Any]) -> int | None:
-    """From its tensor, else from the parameters, where it is taken out."""
+    """The deadline from its tensor, else from the parameters, from which it is removed."""
     value = settings.pop("deadline_ms", None)
     if "deadline_ms" in inputs:
         value = _one("deadline_ms", inputs["deadline_ms"].reshape(-1).tolist())
@@ -296,7 +298,7 @@ def _deadline_ms(inputs: Mapping[str, np.ndarray], settings: dict[str, Any]) -> 
 
 
 def _trace_id(traceparent: Any) -> str:
-    """Of W3C's header, which says that one which is not valid is to be ignored."""
+    """The trace id in W3C's traceparent; "" if invalid, as the standard says to ignore it."""
     match = _TRACEPARENT.fullmatch(traceparent) if isinstance(traceparent, str) else None
     return match[1] if match else ""
 
@@ -304,7 +306,7 @@ def _trace_id(traceparent: Any) -> str:
 def _json(name: str, text: str, what: str) -> Any:
     try:
         value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # escapes can make lone surrogates
+        json.dumps(value, ensure_ascii=False).encode()  # fails on escaped lone surrogates
         return value
     except UnicodeEncodeError:
         raise InvalidArgument(f"{name}: has a lone surrogate, which is not a character") from None
@@ -337,7 +339,7 @@ def _messages(text: str) -> list[dict[str, Any]]:
 
 
 def _tool_calls(i: int, calls: Any) -> list[dict[str, Any]]:
-    """An earlier answer's, their arguments as templates want them: not as JSON text."""
+    """An earlier answer's tool calls, their arguments parsed, as chat templates expect."""
     if not isinstance(calls, list) or not all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
     ):

@@ -1,7 +1,7 @@
-"""Structured outputs: which tokens an answer may go on with, so that it has the form demanded.
+"""Structured outputs: which tokens may continue an answer, so that it satisfies its constraint.
 
-Compiles forms with llguidance, off everybody's critical path. The engine knows the results as
-`Grammar` and `GrammarState` of `backend/engine`, and nothing of JSON or regular expressions.
+Compiles constraints with llguidance on threads of its own. The engine sees the results as `Grammar`
+and `GrammarState` (backend/engine/request.py), and knows nothing of JSON or regular expressions.
 """
 
 import json
@@ -16,17 +16,20 @@ from typing import Any
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
+from numpy.typing import NDArray
 
 from tritium.backend.errors import InvalidArgument, Unsupported
 from tritium.backend.front.structured_params import StructuredOutputs
 
 _NUM_THREADS = 2
-_MAX_GRAMMARS = 32  # kept compiled; the worst take 40 MiB each, most are compiled in 5 ms
-# A model that likes blanks would else write them until max_tokens. Enough for ten levels.
+_MAX_GRAMMARS = 32  # in the cache; the largest take 40 MiB each, most compile in 5 ms
+# Whitespace between JSON's tokens: bounded, as some models would write it until max_tokens. Enough
+# for ten levels of indentation.
 _BLANKS = r"[ \t\r\n]{1,41}"
-_LIMITS = LLParserLimits(verbose_errors=False)  # no parser states in messages
+_LIMITS = LLParserLimits(verbose_errors=False)  # messages without parser states
 
-# llguidance bounds the work on a form, but for these: far beyond, it takes minutes or gigabytes.
+# llguidance bounds the work per constraint, except for these: far beyond the limits here, it takes
+# minutes or gigabytes.
 _MAX_INTERSECTIONS = 16  # of regular expressions
 _MAX_PATTERN_PROPERTIES = 100
 _MAX_MULTIPLE_OF = 100_000
@@ -38,7 +41,7 @@ _REFINING = {*_SUBSCHEMAS_BY_NAME[:2], *_SUBSCHEMAS[:3], "pattern", "multipleOf"
 
 
 class GrammarState:
-    """How far one answer has got in its grammar."""
+    """The position of one answer in its grammar."""
 
     __slots__ = ("_matcher",)
 
@@ -47,29 +50,28 @@ class GrammarState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer is whole and nothing can follow."""
+        """Whether the answer is complete and no token can follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def error(self) -> str:
-        """Why the last token was not accepted; "" where it was."""
+        """Why the last token was rejected; "" if it was accepted."""
         return _reason(self._matcher.get_error())
 
     def accept(self, token_id: int) -> bool:
-        """Go on by the token that was sampled. False: it does not fit, nor will any other."""
+        """Advance by the sampled token. False: the grammar rejects it; the answer must end."""
         return self._matcher.consume_token(token_id)
 
     @staticmethod
     def fill_masks(
         states: Sequence["GrammarState"],
-        masks: np.ndarray,  # [num_rows, ceil(vocab_size / 32)] int32, changed in place
-        rows: Sequence[int],  # one for each state
+        masks: NDArray[np.int32],  # [num_rows, ceil(vocab_size / 32)], changed in place
+        rows: Sequence[int],  # one row of `masks` per state
     ) -> None:
-        """Set the bits (token % 32 of word token // 32) of the tokens that may come next, and of
-        no others, in each state's row.
+        """Write each state's row: set the bits of the tokens that may come next, clear the others.
 
-        Those that end the answer are among them where it is whole. Where a limit of the library
-        is reached they are the only ones; then `accept()` says False.
+        Token t is bit t % 32 of word t // 32. EOS tokens are set where the answer is complete. If a
+        limit of the library is reached, only they are set, and `accept()` then returns False.
         """
         assert masks.dtype == np.int32
         assert masks.flags.c_contiguous
@@ -78,64 +80,66 @@ class GrammarState:
 
 
 class Grammar:
-    """A form, compiled for one vocabulary. Never changes."""
+    """A constraint, compiled for one vocabulary. Immutable."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
     def start(self) -> GrammarState:
-        """For a new answer."""
+        """The state of a new, empty answer."""
         return GrammarState(self._matcher.deep_copy())
 
 
 class GrammarCompiler:
-    """Compiles forms on threads of its own and keeps those that were asked for last.
+    """Compiles constraints on threads of its own, with a cache of the most recently used.
 
     Args:
         tokenizer_json: The model's tokenizer, as in tokenizer.json.
-        vocab_size: How many logits the model has.
-        eos_token_ids: End an answer that is whole.
+        vocab_size: Number of the model's logits.
+        eos_token_ids: Tokens that end a complete answer.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        _executor()  # here: its threads may run on the cores that this one may
+        _executor()  # created here, as its threads inherit this thread's CPU affinity
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
         self._tokenizer = self._pool.submit(
             LLTokenizer, tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids)
         )
-        self._grammars: dict[StructuredOutputs, Future[Grammar]] = {}  # the latest used last
+        self._grammars: dict[StructuredOutputs, Future[Grammar]] = {}  # least recently used first
         self._lock = threading.Lock()
 
-    def compile(self, form: StructuredOutputs) -> Future[Grammar]:
-        """The grammar of a form, done at once where it is known.
+    def compile(self, constraint: StructuredOutputs) -> Future[Grammar]:
+        """The grammar of a constraint; already done if the cache has it.
 
-        It raises InvalidArgument, which starts with the form's field, its value and what is wrong,
-        or Unsupported, where llguidance does not take the model's tokenizer.
+        The future raises InvalidArgument, whose message starts with the field and its value, or
+        Unsupported if llguidance can't use the model's tokenizer.
         """
         with self._lock:
-            future = self._grammars.pop(form, None) or self._pool.submit(self._compile, form)
-            self._grammars[form] = future
+            future = self._grammars.pop(constraint, None) or self._pool.submit(
+                self._compile, constraint
+            )
+            self._grammars[constraint] = future
             if len(self._grammars) > _MAX_GRAMMARS:
                 del self._grammars[next(iter(self._grammars))]
         return future
 
     def close(self) -> None:
-        """Cancel what has not been started; what is being compiled can't be stopped."""
+        """Cancel compilations that have not started; running ones can't be stopped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, form: StructuredOutputs) -> Grammar:
+    def _compile(self, constraint: StructuredOutputs) -> Grammar:
         try:
             tokenizer = self._tokenizer.result()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- llguidance documents no exception types
             raise Unsupported(f"not supported with this tokenizer: {error}") from None
         try:
-            matcher = LLMatcher(tokenizer, _source(form), log_level=0, limits=_LIMITS)
+            matcher = LLMatcher(tokenizer, _source(constraint), log_level=0, limits=_LIMITS)
             trial = matcher.deep_copy()
-            trial.compute_bitmask()  # some dead ends show only here
+            trial.compute_bitmask()  # some unsatisfiable constraints fail only here
             if trial.is_error():
                 raise ValueError(_reason(trial.get_error()))
         except (ValueError, RecursionError) as error:
-            name, value = form.demand
+            name, value = constraint.given_field
             raise InvalidArgument(f"'{name}': {value!r:.100} is not allowed. {error}") from None
         return Grammar(matcher)
 
@@ -146,31 +150,33 @@ def _executor() -> LLExecutor:
 
 
 def _reason(message: str) -> str:
-    """The line of an error that says what is wrong; others show where, at length."""
+    """The line of an error message that states the problem; the other lines show where it is."""
     lines = [line.strip() for line in message.splitlines()]
     marked = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     reason = (marked or lines or [""])[0]
     if reason.startswith("NoExtension"):
-        return "No answer can have this form"
+        return "No answer can satisfy it"
     return reason[:300]
 
 
-def _source(form: StructuredOutputs) -> str:
-    """A form in llguidance's language.
+def _source(constraint: StructuredOutputs) -> str:
+    """A constraint in llguidance's language.
 
     Raises:
-        ValueError: says what is wrong.
+        ValueError: states the problem.
     """
-    if form.regex is not None:
-        # \d, \w and \s of ASCII, as in vLLM's default library and in patterns of JSON schemas.
-        return LLMatcher.grammar_from_regex(regex_to_lark(form.regex, use_ascii="dws"))
-    if form.choice is not None:
-        # One terminal is one automaton. As alternatives of a rule, 2,000 are too many.
-        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in form.choice)
+    if constraint.regex is not None:
+        # \d, \w and \s match ASCII only, as in vLLM's default library and in JSON schemas.
+        return LLMatcher.grammar_from_regex(regex_to_lark(constraint.regex, use_ascii="dws"))
+    if constraint.choice is not None:
+        # One terminal, as that is one automaton: as alternatives of a rule, 2,000 are too many.
+        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in constraint.choice)
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}\n")
-    if form.grammar is not None:
-        return LLMatcher.grammar_from_lark(_lark(form.grammar))
-    schema = {"type": "object"} if form.json_schema is None else json.loads(form.json_schema)
+    if constraint.grammar is not None:
+        return LLMatcher.grammar_from_lark(_lark(constraint.grammar))
+    schema = (
+        {"type": "object"} if constraint.json_schema is None else json.loads(constraint.json_schema)
+    )
     objects = list(_objects(schema))
     merges = any(map(_merges, objects))
     _check_costs(objects, merges)
@@ -179,8 +185,8 @@ def _source(form: StructuredOutputs) -> str:
     return LLMatcher.grammar_from_json_schema(
         json.dumps(schema),
         defaults={"whitespace_flexible": False}
-        if form.disable_any_whitespace
-        else {"whitespace_pattern": form.whitespace_pattern or _BLANKS},
+        if constraint.disable_any_whitespace
+        else {"whitespace_pattern": constraint.whitespace_pattern or _BLANKS},
     )
 
 
@@ -191,7 +197,7 @@ def _lark(grammar: str) -> str:
         raise ValueError(f"At most {_MAX_INTERSECTIONS} & are allowed in a grammar")
     try:
         return any_to_lark(grammar)
-    except Exception as error:  # of no common kind
+    except Exception as error:  # noqa: BLE001 -- the converter raises several unrelated types
         raise ValueError(
             f"It is neither Lark, which has a rule 'start:', nor GBNF, which has a rule "
             f"'root ::=': {error!s:.200}"
@@ -199,7 +205,7 @@ def _lark(grammar: str) -> str:
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """All of a JSON value: a reference may make a schema of any."""
+    """All objects inside a JSON value, since a reference can turn any of them into a schema."""
     stack = [value]
     while stack:
         value = stack.pop()
@@ -211,7 +217,7 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _merges(schema: dict[str, Any]) -> bool:
-    """Whether a value has to obey several schemas at once here."""
+    """Whether a value must satisfy several schemas at once here."""
     referring = _REFERRING & schema.keys()
     all_of = schema.get("allOf")
     return (
@@ -242,7 +248,7 @@ def _check_costs(objects: list[dict[str, Any]], merges: bool) -> None:
 
 
 def _digits(number: Any) -> int:
-    """A number without its decimal point; 1 for anything else."""
+    """The digits of a number, without its decimal point; 1 for anything else."""
     if isinstance(number, bool | int):
         return abs(number)
     if not isinstance(number, float) or not math.isfinite(number):
@@ -251,10 +257,11 @@ def _digits(number: Any) -> int:
 
 
 def _close_objects(schema: Any) -> None:
-    """Where a schema lists properties: demand an object with no others, unless it says otherwise.
+    """Where a schema lists properties: require an object, and allow no others unless it says so.
 
-    Strictly, any number would do, too, and models invent properties. As in vLLM with its default
-    library. Where schemas are merged, one would forbid what the other lists.
+    By the standard, such a schema accepts any number, too, and other properties, which models do
+    invent. vLLM's default library does the same. Not for merged schemas, each of which would forbid
+    the properties of the others.
     """
     if not isinstance(schema, dict):
         return

@@ -1,7 +1,7 @@
-"""The form that a caller demands of an answer: JSON, a regular expression, a choice, a grammar.
+"""The constraint on an answer: a JSON schema, a regular expression, a choice or a grammar.
 
-Reads the names of vLLM's sampling parameters, old and new, and OpenAI's `response_format`. Knows
-nothing of how a form is enforced.
+Reads the old and new names of vLLM's sampling parameters and OpenAI's `response_format`. Knows
+nothing of how a constraint is enforced.
 """
 
 import json
@@ -11,15 +11,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from tritium.backend.errors import InvalidArgument, Unsupported
 
-# Older requests of vLLM's say guided_json and so on, each a parameter of its own.
+# vLLM's older parameters: guided_json, guided_regex, ...
 _OLD_PREFIX = "guided_"
-# They chose among libraries; here is one.
+# vLLM's choice of a library; there is only one here.
 _OF_OTHER_LIBRARIES = ("backend", "decoding_backend", "disable_fallback")
 _MAX_CHARS = 2**16
 
 
 def _schema_text(value: Any) -> Any:
-    """A JSON schema, as it is or as text, to its text."""
+    """The text of a JSON schema, given as an object or as text."""
     try:
         schema = json.loads(value) if isinstance(value, str) else value
         if not isinstance(schema, dict):
@@ -30,7 +30,7 @@ def _schema_text(value: Any) -> Any:
 
 
 def _choices(value: Any) -> Any:
-    """A list of strings, as it is or as text: a parameter of `/generate` can't be a list."""
+    """A list of strings, given as such or as text: `/generate` takes no lists as parameters."""
     try:
         choices = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -41,7 +41,7 @@ def _choices(value: Any) -> Any:
 
 
 class StructuredOutputs(BaseModel):
-    """Exactly one of the first five, and details. The fields are vLLM's; the values hashable."""
+    """Exactly one of the first five fields, and options. Fields as in vLLM; all are hashable."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -51,8 +51,10 @@ class StructuredOutputs(BaseModel):
     grammar: str | None = None  # Lark or GBNF, which has ::=
     json_object: bool | None = None
     disable_any_whitespace: bool = False
-    whitespace_pattern: str | None = None  # a regular expression: what stands between JSON's tokens
-    # An object with properties has no others, true or false, unless its schema says so.
+    whitespace_pattern: str | None = (
+        None  # a regular expression for the space between JSON's tokens
+    )
+    # Has no effect: objects with listed properties allow no others, unless their schema says so.
     disable_additional_properties: bool = False
 
     @model_validator(mode="after")
@@ -63,15 +65,15 @@ class StructuredOutputs(BaseModel):
                 f"Exactly one of json, regex, choice, grammar and json_object is allowed; here "
                 f"{'are ' + ', '.join(given) if given else 'is none'}"
             )
-        name, value = self.demand
+        name, value = self.given_field
         size = sum(map(len, value)) if isinstance(value, tuple) else len(str(value))
         if size > _MAX_CHARS:
             raise ValueError(f"'{name}' has {size} characters; at most {_MAX_CHARS} are allowed")
         return self
 
     @property
-    def demand(self) -> tuple[str, Any]:
-        """The field that is given, by its name in requests."""
+    def given_field(self) -> tuple[str, Any]:
+        """The constraint itself: its field's name in requests, and its value."""
         [item] = self._given().items()
         return item
 
@@ -87,7 +89,7 @@ class StructuredOutputs(BaseModel):
 
 
 def take_structured_outputs(parameters: dict[str, Any]) -> StructuredOutputs | None:
-    """Take what demands a form out of sampling parameters.
+    """Remove the constraint from sampling parameters and return it; None: there is none.
 
     Raises:
         InvalidArgument: names the parameter, its value and what is allowed.
@@ -117,10 +119,10 @@ def take_structured_outputs(parameters: dict[str, Any]) -> StructuredOutputs | N
 
 
 def read_structured_outputs(name: str, value: Any) -> StructuredOutputs:
-    """Read a demand, a JSON object or its text.
+    """Read a constraint, given as a JSON object or its text.
 
     Raises:
-        InvalidArgument: starts with `name`.
+        InvalidArgument: the message starts with `name`.
         Unsupported: structural tags.
     """
     fields = _object(name, value)

@@ -1,4 +1,4 @@
-"""Text to token ids, chat messages to token ids, and token ids back to text as they come."""
+"""Text and chat messages to token ids, and token ids back to text, one at a time."""
 
 import contextlib
 import hashlib
@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from tritium.backend.errors import InvalidArgument
 
-# Enough for the decoder to know whether the answer's first word starts with a space.
+# Prompt tokens that tell the decoder whether the answer's first word starts with a space.
 _PROMPT_TAIL = 8
 
 
@@ -48,22 +48,22 @@ class Tokenizer:
 
         Args:
             messages: At least one.
-            tools: That the model may call.
+            tools: Tools that the model may call.
 
         Raises:
-            InvalidArgument: the template does not take these messages, or has no place for
-                tools, or there is none.
+            InvalidArgument: the model has no chat template, or the template rejects these
+                messages or ignores tools.
         """
         if not self._hf.chat_template:
             raise InvalidArgument("messages: this model has no chat template; send text_input")
         try:
             text = self._render(messages, tools)
             if tools and text == self._render(messages, None):
-                raise InvalidArgument("tools: this model's chat template has no place for them")
+                raise InvalidArgument("tools: this model's chat template does not support them")
             return self._fast.encode(text, add_special_tokens=False).ids
         except InvalidArgument:
             raise
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # noqa: BLE001 -- a template may raise anything
             raise InvalidArgument(f"messages: the chat template refuses them: {error}") from None
 
     def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
@@ -78,33 +78,33 @@ class Tokenizer:
         return self._fast.to_str()
 
     def decode_token(self, token_id: int) -> str:
-        """The text of one token by itself, special tokens included."""
+        """The text of a single token, special tokens included."""
         return self._fast.decode([token_id], skip_special_tokens=False)
 
     def detokenizer(self, prompt_token_ids: list[int], skip_special_tokens: bool) -> "Detokenizer":
-        """For the answer to a prompt."""
+        """A detokenizer for the answer to a prompt."""
         return Detokenizer(self._fast, prompt_token_ids, skip_special_tokens)
 
 
 def _from_gguf(path: Path) -> Any:
-    """Transformers needs seconds to make a tokenizer of such a file, so the result is kept."""
+    """Cached on disk: transformers needs seconds to build a tokenizer from a GGUF file."""
     stat = path.stat()
     identity = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {transformers.__version__}"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "tritium"
-    kept = folder / f"tokenizer-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-    if os.path.isdir(kept):  # False, too, where it may not be looked at
-        return AutoTokenizer.from_pretrained(kept)
+    cached = folder / f"tokenizer-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    if os.path.isdir(cached):  # False if there is no permission to look
+        return AutoTokenizer.from_pretrained(cached)
     made = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    with contextlib.suppress(OSError):  # no place for it, or another process was faster
+    with contextlib.suppress(OSError):  # the folder is not writable, or another process was faster
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             made.save_pretrained(f"{unfinished}/tokenizer")
-            os.rename(f"{unfinished}/tokenizer", kept)
+            os.rename(f"{unfinished}/tokenizer", cached)
     return made
 
 
 class Detokenizer:
-    """Turns token ids into text, one at a time, holding back characters that are not complete."""
+    """Turns token ids into text, one at a time; holds back incomplete characters."""
 
     def __init__(
         self, tokenizer: Any, prompt_token_ids: list[int], skip_special_tokens: bool
@@ -112,14 +112,14 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         tail = prompt_token_ids[-_PROMPT_TAIL:]
-        if tokenizer.decode(tail).endswith("\ufffd"):  # never complete: it would come again
+        if tokenizer.decode(tail).endswith("\ufffd"):  # incomplete: the answer would repeat it
             tail = []
         self._stream = DecodeStream(ids=tail, skip_special_tokens=skip_special_tokens)
 
     def add(self, token_id: int) -> str:
-        """The text that this token completes, often its own, sometimes none."""
+        """The text that this token completes: usually its own, sometimes none."""
         try:
             return self._stream.step(self._tokenizer, token_id) or ""
-        except Exception:  # bytes that can't become text: go on after them
+        except Exception:  # noqa: BLE001 -- bytes that are not text; continue after them
             self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
             return self._stream.step(self._tokenizer, token_id) or ""

@@ -1,4 +1,4 @@
-"""Tools that an answer may call: OpenAI's `tools` and `tool_choice`, as requests bring them."""
+"""Tools that an answer may call: the inputs `tools` and `tool_choice`, in OpenAI's format."""
 
 import json
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ _CHOICES = ("none", "auto", "required")
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What the chat template is told, and the form that `tool_choice` demands of the answer.
+    """Functions for the chat template, and the constraint that `tool_choice` puts on the answer.
 
-    The form is vLLM's: of a named function the arguments, a JSON object; where some call is
-    required, [{"name": ..., "parameters": {...}}, ...]. Else the answer is in the model's own
-    words, for the caller to read.
+    Answers look as in vLLM. A named function: its arguments, a JSON object. A required call:
+    [{"name": ..., "parameters": {...}}, ...]. Otherwise the model answers freely, and the caller
+    parses the answer.
     """
 
     functions: list[dict[str, Any]]
-    form: StructuredOutputs | None
+    constraint: StructuredOutputs | None
 
 
 def parse_tools(tools: str, tool_choice: str) -> Tools | None:
-    """Read both, "" where the request has none. None: no tool may be called.
+    """Read both inputs, "" if absent. None: no tool may be called.
 
     Raises:
         InvalidArgument: names the field, its value and what is allowed.
@@ -55,18 +55,18 @@ def parse_tools(tools: str, tool_choice: str) -> Tools | None:
 
 
 def _calls(by_name: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The JSON schema of calls of some of these functions."""
+    """The JSON schema of a list of calls of these functions."""
     calls = []
     definitions: dict[str, Any] = {}
     for name, function in by_name.items():
         parameters = dict(_parameters(function))
-        # References are looked up from the root.
+        # References are resolved from the root, so definitions move there.
         own = parameters.pop("$defs", None) or {}
         if not isinstance(own, dict):
             _refuse(f"tools: '{name}': $defs", own, "It is an object")
         for key, definition in own.items():
             if definitions.setdefault(key, definition) != definition:
-                _refuse(f"tools: '{name}': $defs", key, "Another tool defines it otherwise")
+                _refuse(f"tools: '{name}': $defs", key, "Another tool defines it differently")
         calls.append(
             {
                 "type": "object",
@@ -78,7 +78,7 @@ def _calls(by_name: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:
-    """The JSON schema of a function's arguments; some leave out that they are an object."""
+    """The JSON schema of a function's arguments; `type` is added where it is omitted."""
     return {"type": "object", "properties": {}, **(function.get("parameters") or {})}
 
 
@@ -98,7 +98,7 @@ def _name(i: int, tool: Any) -> str:
 def _json(name: str, text: str) -> Any:
     try:
         value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # escapes can make lone surrogates
+        json.dumps(value, ensure_ascii=False).encode()  # fails on escaped lone surrogates
         return value
     except (ValueError, RecursionError) as error:
         _refuse(name, text, f"It is not valid JSON: {error}")

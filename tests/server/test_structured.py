@@ -317,16 +317,16 @@ TOOLS = json.dumps([WEATHER])
 @pytest.mark.parametrize(
     ("text", "tensors", "message"),
     [
-        (None, {"tools": TOOLS}, "tools: this model's chat template has no place for them"),
+        (None, {"tools": TOOLS}, "tools: this model's chat template does not support them"),
         (
             None,
             {"tools": TOOLS, "tool_choice": "required"},
-            "tools: this model's chat template has no place for them",
+            "tools: this model's chat template does not support them",
         ),
         (
             PROMPT,
             {"tools": TOOLS},
-            "tools: only messages can have some: the chat template tells of them",
+            "tools: only messages may have tools; text_input has no chat template",
         ),
         (
             None,

@@ -439,7 +439,7 @@ def many(n: int, schema: dict) -> dict:
         ({"regex": "(?=a)b"}, ["'regex'", "(?=a)b", "look-around"]),
         ({"regex": r"(a)\1"}, ["backreferences"]),
         ({"regex": "[a-"}, ["'[a-'", "unclosed character class"]),
-        ({"regex": r"[^\s\S]"}, ["No answer can have this form"]),
+        ({"regex": r"[^\s\S]"}, ["No answer can satisfy it"]),
         ({"json": {"type": "strng"}}, ["'json'", "strng"]),
         ({"json": {"type": "array", "uniqueItems": True}}, ["uniqueItems"]),
         ({"json": {"not": {"type": "string"}}}, ["not"]),
@@ -483,25 +483,25 @@ def test_a_tokenizer_that_llguidance_does_not_take():
 # -- compiling --
 
 
-def form(**demand):
+def constraint(**demand):
     return read_structured_outputs("form", demand)
 
 
 def test_equal_forms_are_compiled_once(compiler):
     text = '{"type": "integer",   "minimum": 17}'
-    first = compiler.compile(form(json=text))
-    assert compiler.compile(form(json=json.loads(text))) is first
-    assert compiler.compile(form(json={"minimum": 17, "type": "integer"})) is not first
+    first = compiler.compile(constraint(json=text))
+    assert compiler.compile(constraint(json=json.loads(text))) is first
+    assert compiler.compile(constraint(json={"minimum": 17, "type": "integer"})) is not first
 
 
 def test_those_asked_for_last_are_kept(tokenizer, monkeypatch):
     monkeypatch.setattr("tritium.backend.front.structured._MAX_GRAMMARS", 2)
     compiler = GrammarCompiler(tokenizer.to_json(), VOCAB_SIZE, [EOS])
-    a, _ = (compiler.compile(form(regex=regex)) for regex in "ab")
-    assert compiler.compile(form(regex="a")) is a
-    c = compiler.compile(form(regex="c"))
-    assert compiler.compile(form(regex="a")) is a
-    assert compiler.compile(form(regex="c")) is c
+    a, _ = (compiler.compile(constraint(regex=regex)) for regex in "ab")
+    assert compiler.compile(constraint(regex="a")) is a
+    c = compiler.compile(constraint(regex="c"))
+    assert compiler.compile(constraint(regex="a")) is a
+    assert compiler.compile(constraint(regex="c")) is c
     assert len(compiler._grammars) == 2
     compiler.close()
 
@@ -509,10 +509,11 @@ def test_those_asked_for_last_are_kept(tokenizer, monkeypatch):
 def test_nobody_waits_for_a_compilation(tokenizer, monkeypatch):
     go_on = threading.Event()
     monkeypatch.setattr(
-        "tritium.backend.front.structured._source", lambda form: go_on.wait(20) and "start: /a/"
+        "tritium.backend.front.structured._source",
+        lambda constraint: go_on.wait(20) and "start: /a/",
     )
     compiler = GrammarCompiler(tokenizer.to_json(), VOCAB_SIZE, [EOS])
-    futures = [compiler.compile(form(regex=f"a{i}")) for i in range(5)]
+    futures = [compiler.compile(constraint(regex=f"a{i}")) for i in range(5)]
     assert not any(future.done() for future in futures)
     done = []
     for future in futures:
@@ -834,7 +835,9 @@ def test_requests_that_have_ended_are_not_held(front, monkeypatch, demand):
     """Triton Server does not unload a model while a request of it lives."""
     source = structured._source
     # Longer than it takes to wait for it.
-    monkeypatch.setattr(structured, "_source", lambda form: time.sleep(0.3) or source(form))
+    monkeypatch.setattr(
+        structured, "_source", lambda constraint: time.sleep(0.3) or source(constraint)
+    )
     held = []
     for _ in range(3):
         client = ask(front, structured_outputs=demand)
@@ -849,7 +852,9 @@ def test_requests_that_have_ended_are_not_held(front, monkeypatch, demand):
 def test_a_request_that_waits_for_the_compiler_can_be_cancelled(front, monkeypatch):
     go_on = threading.Event()
     source = structured._source
-    monkeypatch.setattr(structured, "_source", lambda form: go_on.wait(20) and source(form))
+    monkeypatch.setattr(
+        structured, "_source", lambda constraint: go_on.wait(20) and source(constraint)
+    )
     clients = [ask(front, structured_outputs={"regex": f"a{i}"}) for i in range(10)]  # all places
     assert ask(front).error.code == "UNAVAILABLE"
     for client in clients[1:]:
@@ -866,9 +871,9 @@ def test_a_request_that_waits_for_the_compiler_can_be_cancelled(front, monkeypat
 def test_requests_that_wait_for_the_compiler_end_with_the_server(tokenizer, closers, monkeypatch):
     go_on, compiled = threading.Event(), []
 
-    def compile_slowly(form):
+    def compile_slowly(constraint):
         go_on.wait(20)
-        compiled.append(form)
+        compiled.append(constraint)
         return "start: /a/"
 
     monkeypatch.setattr("tritium.backend.front.structured._source", compile_slowly)

@@ -45,9 +45,9 @@ def refusal(**parameters) -> str:
     ],
 )
 def test_the_ways_to_demand_a_form(parameters, demand):
-    form = demanded(**parameters)
-    assert form
-    assert form.demand == demand
+    constraint = demanded(**parameters)
+    assert constraint
+    assert constraint.given_field == demand
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_no_form_is_demanded(parameters):
 
 
 def test_details():
-    form = demanded(
+    constraint = demanded(
         structured_outputs={
             "json": SCHEMA,
             "disable_any_whitespace": "true",
@@ -73,9 +73,9 @@ def test_details():
             "disable_fallback": True,
         }
     )
-    assert form
-    assert form.disable_any_whitespace
-    assert form.whitespace_pattern == " ?"
+    assert constraint
+    assert constraint.disable_any_whitespace
+    assert constraint.whitespace_pattern == " ?"
 
 
 def test_a_list_of_choices_may_be_text():

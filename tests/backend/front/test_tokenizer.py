@@ -151,7 +151,7 @@ def test_a_template_without_a_place_for_tools(tokenizer):
     """SmolLM2's own."""
     with pytest.raises(InvalidArgument) as refused:
         tokenizer.encode_chat(HI, [TOOL])
-    assert str(refused.value) == "tools: this model's chat template has no place for them"
+    assert str(refused.value) == "tools: this model's chat template does not support them"
 
 
 def test_a_template_that_tells_of_tools(tokenizer, monkeypatch):

@@ -24,8 +24,8 @@ NAMED = json.dumps({"type": "function", "function": {"name": "weather"}})
 
 def schema(tools: Tools | None) -> dict:
     assert tools
-    assert tools.form
-    name, text = tools.form.demand
+    assert tools.constraint
+    name, text = tools.constraint.given_field
     assert name == "json"
     return json.loads(text)
 
@@ -39,7 +39,7 @@ def test_the_model_may_choose(choice):
     tools = parse_tools(TOOLS, choice)
     assert tools
     assert tools.functions == [WEATHER, STOP]
-    assert tools.form is None
+    assert tools.constraint is None
 
 
 @pytest.mark.parametrize(("tools", "choice"), [(TOOLS, "none"), ("", ""), ("", "none")])
@@ -132,7 +132,7 @@ def test_tools_as_tensors_or_parameters():
     as_parameters = request({"tools": TOOLS, "tool_choice": "required"})
     assert as_tensors == as_parameters
     assert as_tensors.tools == parse_tools(TOOLS, "required")
-    assert as_tensors.form is not None
+    assert as_tensors.constraint is not None
 
 
 def test_only_messages_have_tools():
@@ -143,7 +143,7 @@ def test_only_messages_have_tools():
 
 def test_two_forms_in_one_request():
     choice = {"structured_outputs": {"choice": ["a"]}}
-    assert request(choice, tools=TOOLS).form
+    assert request(choice, tools=TOOLS).constraint
     with pytest.raises(InvalidArgument, match=r"^tool_choice: "):
         request(choice, tools=TOOLS, tool_choice="required")
 
