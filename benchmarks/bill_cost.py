@@ -1,11 +1,12 @@
 """What sharing a step's time costs the engine's thread, and what part of a step that is.
 
-    python -m tritium.benchmarks.bill_cost
+    tritium benchmark bill-cost
 
 Decoding sequences of 1,024 tokens. Against two steps: of SmolLM2-135M on 2 cores, as measured
 (docs/results.md), and of an 8B model on an H200 that can't be shorter (benchmarks/roofline.py).
 """
 
+import argparse
 import statistics
 import time
 
@@ -20,7 +21,9 @@ LLAMA = ModelConfig.from_hf(LLAMA_3_1_8B())
 CONTEXT, ROUNDS = 1024, 2000
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="tritium benchmark bill-cost", description=__doc__)
+    parser.parse_args(arguments)
     for num_sequences in (1, 32, 256):
         own = _seconds(num_sequences)
         cpu = 0.0156 + 0.00071 * num_sequences

@@ -1,10 +1,11 @@
 """What capturing a request (`trace_path`) costs: on the front's thread, and on the capture's own.
 
-    python -m tritium.benchmarks.capture
+    tritium benchmark capture
 
 Both are CPU time of this process, into a file of a temporary folder.
 """
 
+import argparse
 import gc
 import random
 import statistics
@@ -17,7 +18,9 @@ from tritium.backend.accounts.trace import Captured, TraceWriter
 PROMPT_TOKENS, NUM_REQUESTS, ROUNDS = (16, 256, 1024, 8192), 500, 9
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="tritium benchmark capture", description=__doc__)
+    parser.parse_args(arguments)
     print("prompt tokens | front's thread, us | capture's thread, us, ns a token")
     for length in PROMPT_TOKENS:
         measured = [_measure(length) for _ in range(ROUNDS)]

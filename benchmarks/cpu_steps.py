@@ -3,6 +3,7 @@
 All kinds of weights step in turns, in one process, so that the machine's mood is the same for all.
 """
 
+import argparse
 import random
 import statistics
 import time
@@ -229,7 +230,9 @@ def bookkeeping(console: Console) -> None:
         console.print(f"{running} running, {waiting} waiting: {milliseconds:.3f} ms a step")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="tritium benchmark cpu-steps", description=__doc__)
+    parser.parse_args(arguments)
     console = Console(width=140)
     random.seed(0)
     bookkeeping(console)

@@ -1,7 +1,7 @@
 """`make gpu-check`: are the kernels right on this GPU, and how fast is it all?
 
-    python -m tritium.benchmarks.gpu_check                       # at most 10 minutes on one H200
-    python -m tritium.benchmarks.gpu_check --device cpu --small  # the same code, a minute
+    tritium benchmark gpu-check                       # at most 10 minutes on one H200
+    tritium benchmark gpu-check --device cpu --small  # the same code, a minute
 
 Needs torch, triton, numpy, transformers and pydantic, and no downloads: weights are random. Each
 phase runs in a process of its own, so that one that fails, or hangs, or breaks the CUDA context
@@ -103,7 +103,7 @@ def _run_cases(phase: Phase, setup: Setup, sender: Connection) -> None:
                 row["passed"] = numbers.pop("passed")
             row["numbers"] = numbers
             row["goals"] = case.goals
-        except Exception:
+        except Exception:  # noqa: BLE001 -- goes into the results
             row["error"] = traceback.format_exc()
         sender.send(row | {"seconds": time.perf_counter() - start})
         if row["case"] == "the rest":
@@ -142,12 +142,12 @@ def _short(number: Any) -> str:
     return f"{number:.4g}" if isinstance(number, float) else str(number)[:40]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tritium.benchmarks.gpu_check")
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="tritium benchmark gpu-check")
     parser.add_argument("--device", type=torch.device, default="cuda:0")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--only", default="", help="the phases whose names have this in them")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     setup = Setup(options.device, options.small)
     path = Path(os.environ.get("OUT") or ROOT / "results", "gpu_check.json")
     path.parent.mkdir(exist_ok=True)

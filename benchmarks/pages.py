@@ -1,5 +1,6 @@
 """`make kernel-table`: writes what is generated of docs/kernels.md, between its marks."""
 
+import argparse
 import re
 from pathlib import Path
 
@@ -21,10 +22,10 @@ def replaced(page: str, name: str, text: str) -> str:
     return pattern.sub(lambda _: f"{begin}\n\n{text}\n\n{end}", page)
 
 
-def main() -> None:
-    from tritium.kernels.cuda import (
-        aot,  # imports all of the kernels, which the rest can do without
-    )
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="tritium benchmark pages", description=__doc__)
+    parser.parse_args(arguments)
+    from tritium.kernels.cuda import aot  # imports all kernels
 
     page = PAGE.read_text(encoding="utf-8")
     page = replaced(page, "kernels", aot.table(aot.compile_all()))

@@ -1,12 +1,13 @@
 """What looking for prefixes costs the host, where no prompt has one: the engine without a model.
 
-    python -m tritium.benchmarks.prefix_cost
+    tritium benchmark prefix-cost
 
 All of the engine's own work for a number of requests, in seconds of one core, with the prefix
 cache off, on (hash, look up, publish) and auto (hash, shadow index). Divided by the prompts' tokens
 it can be held against what computing one of those costs a model.
 """
 
+import argparse
 import itertools
 import random
 import statistics
@@ -35,7 +36,9 @@ class NoModel:
         return lambda: sampled
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="tritium benchmark prefix-cost", description=__doc__)
+    parser.parse_args(arguments)
     seconds: dict[str, list[float]] = {"off": [], "on": [], "auto": []}
     engines = {mode: _engine(mode) for mode in seconds}
     numbers = itertools.count()

@@ -4,6 +4,7 @@ The text is that of our own docs, in windows. Perplexity is exp(mean negative lo
 the next token); agreement is how often the likeliest next token is that of float32.
 """
 
+import argparse
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +64,9 @@ def likeliest(scored: list[SampledToken]) -> list[int]:
     return [token.logprobs.top[0][0] for token in scored if token.logprobs]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="tritium benchmark quality", description=__doc__)
+    parser.parse_args(arguments)
     prompts = list(windows())
     table = Table(title=f"{len(prompts)} windows of {WINDOW} tokens")
     for name in ("weights", "perplexity", "likeliest token as in float32"):

@@ -1,6 +1,6 @@
 """What a step has to cost: the bytes it must move and the arithmetic it must do, by operation.
 
-    python -m tritium.benchmarks.roofline            # Markdown, for one H200
+    tritium benchmark roofline            # Markdown, for one H200
 
 Each operation takes the longer of its two times, bytes over the copy bandwidth and FLOPs over the
 rate of a large matrix product, both as measured, and the next one starts when it ends. Launches
@@ -186,10 +186,10 @@ def report(context: int, machine: Machine) -> Iterator[str]:
         yield steps_table(config, prefill, machine)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tritium.benchmarks.roofline")
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="tritium benchmark roofline")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence")
-    print("\n\n".join(report(parser.parse_args().context, H200)))
+    print("\n\n".join(report(parser.parse_args(arguments).context, H200)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What drafts by prompt lookup gain and cost: `python -m tritium.benchmarks.speculative`.
+"""What drafts by prompt lookup gain and cost: `tritium benchmark speculative`.
 
 The engine alone, with drafts of several lengths and without, in turns. One task copies what its
 prompt holds, the other tells stories, sampled so that they don't run into loops. Every answer is
@@ -74,13 +74,13 @@ def run(
     return Run(rate, stats.num_draft_tokens, stats.num_accepted_tokens, answers)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="tritium benchmark speculative", description=__doc__)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4, 8, 15])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(arguments)
     config = EngineConfig.model_validate(
         {
             "model": SMOLLM2,

@@ -1,4 +1,4 @@
-"""The command line: `python -m tritium.client chat`, `generate PROMPT` and `usage report`."""
+"""The command line: `tritium chat`, `generate PROMPT` and `usage report`."""
 
 import argparse
 import json
@@ -16,9 +16,9 @@ from tritium.client.types import GenerationError, Usage
 from tritium.client.usage import add_commands
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run one command and return the exit code."""
-    args = build_parser().parse_args(argv)
+    args = build_parser().parse_args(arguments)
     try:
         code: int = args.run(args)
     except (GenerationError, TimeoutError, ValueError) as error:
@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="any other sampling parameter, the value as JSON; may be repeated",
     )
 
-    parser = argparse.ArgumentParser(prog="python -m tritium.client", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tritium", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     chat = commands.add_parser("chat", parents=[common], help="talk to the model")
     chat.add_argument("--system", help="system prompt")

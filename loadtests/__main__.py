@@ -1,4 +1,4 @@
-"""`python -m tritium.loadtests`: traces of real traffic, and their replay."""
+"""`tritium loadtest`: traces of real traffic, and their replay."""
 
 import argparse
 import sys
@@ -188,12 +188,12 @@ def _compare(options: argparse.Namespace, console: Console) -> None:
     console.print(f"{options.output}")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tritium.loadtests", description=__doc__)
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tritium loadtest", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add in (_add_convert, _add_describe, _add_synthesize, _add_replay, _add_compare):
         add(commands)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     console = Console()
     try:
         options.run(options, console)

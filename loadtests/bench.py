@@ -106,7 +106,7 @@ class Alone:
         self,
         config: EngineConfig,
         runner: ModelRunner,
-        on_step: Callable[[EngineStats], None] = lambda stats: None,
+        on_step: Callable[[EngineStats], None] = lambda _: None,
     ) -> None:
         self._config = config
         self._runner = runner
@@ -221,7 +221,7 @@ class _Moments(BaseStreamer):
     def __init__(self) -> None:
         self.moments: list[float] = []
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value: torch.Tensor) -> None:  # noqa: ARG002 -- as in BaseStreamer
         self.moments.append(time.perf_counter())
 
     def end(self) -> None:
@@ -305,15 +305,15 @@ def goals() -> list[Goal]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tritium.loadtests.bench", description=__doc__)
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="tritium loadtest bench", description=__doc__)
     parser.add_argument(
         "--single-requests", type=int, default=8, help="how many of the 64 at concurrency 1"
     )
     parser.add_argument("--rounds", type=int, default=3, help="how often each cell is measured")
     parser.add_argument("--bill-seconds", type=float, default=120, help="for what the bill costs")
     parser.add_argument("--output", type=Path, default=Path("results/bench.json"))
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     options.output.parent.mkdir(exist_ok=True)
     console = Console()
     results: list[Result] = []

@@ -86,11 +86,11 @@ def neutrality(server: TritonServer, path: Path, rounds: int) -> Iterator[str]:
         yield f"busy time - bills - system: {gap.busy_ns} ns over {gap.num_totals} totals"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tritium.loadtests.bill", description=__doc__)
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="tritium loadtest bill", description=__doc__)
     parser.add_argument("--rounds", type=int, default=4, help="of neutrality")
     parser.add_argument("--seconds", type=float, default=180, help="for overhead")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as log:
         path = Path(directory) / "ledger"

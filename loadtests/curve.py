@@ -1,4 +1,4 @@
-"""Tokens/s and TPOT's 95th percentile against concurrency: `python -m tritium.loadtests.curve`.
+"""Tokens/s and TPOT's 95th percentile against concurrency: `tritium loadtest curve`.
 
 Draws what `make bench-peers ARGS="--concurrency 1 2 4 8 16 32 64"` measured, and writes its points.
 """
@@ -71,12 +71,12 @@ def draw(curves: dict[str, list[Point]], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tritium.loadtests.curve", description=__doc__)
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="tritium loadtest curve", description=__doc__)
     parser.add_argument("--results", type=Path, default=Path("results/peers.json"))
     parser.add_argument("--points", type=Path, default=Path("results/curve.json"))
     parser.add_argument("--output", type=Path, default=Path("docs/curve.svg"))
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     curves = points(load(options.results))
     fields = {way: [point._asdict() for point in curve] for way, curve in curves.items()}
     options.points.write_text(json.dumps(fields))

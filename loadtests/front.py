@@ -149,12 +149,12 @@ def measure(num_streams: int, rate: float, seconds: float) -> Result:
             return run(server, num_streams, rate, seconds)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tritium.loadtests.front", description=__doc__)
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="tritium loadtest front", description=__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=_STREAMS)
     parser.add_argument("--rate", type=float, default=30_000, help="tokens/s that are offered")
     parser.add_argument("--seconds", type=float, default=4, help="of tokens at that rate")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     table = Table(title="From the engine to the clients")
     for name in ("streams", "tokens/s", "tokens a response", "stub us", "server us"):
         table.add_column(name, justify="right")

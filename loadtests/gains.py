@@ -131,8 +131,8 @@ def gains_of(title: str, results: Sequence[Result], held: Mapping[str, Held]) ->
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tritium.loadtests.gains", description=__doc__)
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="tritium loadtest gains", description=__doc__)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--start", type=float, default=0.0, help="seconds into the trace")
     parser.add_argument("--input-scale", type=float, default=1.0)
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path("results/gains"), help="folder")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     plan = Plan(
         options.trace,
         start=options.start,

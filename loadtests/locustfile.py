@@ -5,7 +5,7 @@
 
 Locust's own loop is closed: a user waits for the answer before the next request. So its only user
 runs our dispatcher, which is open, and locust shows what comes back as `ttft`, `tpot` and `e2e`.
-The report is the same as that of `python -m tritium.loadtests replay`.
+The report is the same as that of `tritium loadtest replay`.
 """
 
 import multiprocessing

@@ -1,6 +1,6 @@
 """What the engine's shadow index says of a trace, beside what the trace's own hash ids say.
 
-    python -m tritium.loadtests.overlap TRACE --scale 16 --blocks 512 1024 4096
+    tritium loadtest overlap TRACE --scale 16 --blocks 512 1024 4096
 
 The engine runs without a model and gets the trace's prompts one after the other; equal hash ids
 become equal tokens. The other number is calculated from the ids alone, without hashes or engine.
@@ -86,14 +86,12 @@ def by_the_ids(requests: list[TraceRequest], num_blocks: int) -> float:
     return cache.hit_ratio
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tritium.loadtests.overlap", description=__doc__
-    )
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="tritium loadtest overlap", description=__doc__)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--scale", type=int, default=16)
     parser.add_argument("--blocks", type=int, nargs="+", default=[512, 1024, 2048, 4096])
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     requests = [scaled(request, options.scale) for request in read_trace(options.trace)]
     table = Table("KV cache, blocks", "shadow index", "hash ids", "reused where it is on")
     for num_blocks in options.blocks:

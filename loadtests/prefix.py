@@ -1,12 +1,13 @@
 """What prefix reuse brings, and that it tells nobody anything: through a real server.
 
-    python -m tritium.loadtests.prefix
+    tritium loadtest prefix
 
 64 requests at once with one system prompt of some 512 tokens, with reuse off, on and auto. Then
 whether the time to first token tells what another business line or another salt has in the cache:
 as many requests whose prompt another one has just asked as such whose prompt nobody has, in turns.
 """
 
+import argparse
 import random
 import statistics
 import tempfile
@@ -108,7 +109,9 @@ def served() -> Iterator[tuple[str, grpcclient.InferenceServerClient]]:
             yield f"localhost:{grpc}", control
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="tritium loadtest prefix", description=__doc__)
+    parser.parse_args(arguments)
     rng = random.Random(0)
     with served() as (url, control):
         for mode in ("off", "on", "auto"):

@@ -303,13 +303,11 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parts = {function.__name__: function for function in (burst, mixed, long, unread, tight)}
-    parser = argparse.ArgumentParser(
-        prog="python -m tritium.loadtests.pressure", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="tritium loadtest pressure", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(parts)}; all")
-    names = parser.parse_args().parts or list(parts)
+    names = parser.parse_args(arguments).parts or list(parts)
     if unknown := set(names) - set(parts):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
     for name in names:

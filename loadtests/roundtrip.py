@@ -143,10 +143,8 @@ def run(options: argparse.Namespace, console: Console) -> tuple[Summary, list[Ch
     return summary, compare(first, second)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tritium.loadtests.roundtrip", description=__doc__
-    )
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tritium loadtest roundtrip", description=__doc__)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--rate", type=float, default=1.0, help="how much faster time runs")
     parser.add_argument("--processes", type=int, default=1, help="of the client")
@@ -154,7 +152,7 @@ def main() -> int:
     add_plan_options(parser)
     console = Console()
     try:
-        summary, checks = run(parser.parse_args(), console)
+        summary, checks = run(parser.parse_args(arguments), console)
     except (ReplayError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

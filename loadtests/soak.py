@@ -119,7 +119,7 @@ class Soak:
                 outcome = f"{way.__name__.strip('_')}: {error.code}"
                 if "injected" not in error.message:
                     self.problems.append(f"{way.__name__}: {error}")
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 -- a problem that the soak reports
                 outcome = "broken"
                 self.problems.append(f"{way.__name__}: {error!r}")
             with self._lock:
@@ -274,12 +274,12 @@ def greedy(max_tokens: int) -> dict[str, Any]:
     return {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tritium.loadtests.soak", description=__doc__)
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tritium loadtest soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=20, help="at most")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--log", type=Path, default=None, help="the server's; default: none")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder) / "models"
         write_model(repository, MODEL, **LIMITS)

@@ -173,8 +173,8 @@ def points_table(points: Sequence[Point]) -> Table:
     return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tritium.loadtests.tune", description=__doc__)
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="tritium loadtest tune", description=__doc__)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--rate", type=float, default=1.0, help="how much faster time runs")
     parser.add_argument(
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="of the client")
     parser.add_argument("--output", type=Path, default=Path("results/tune"))
     add_plan_options(parser)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     console = Console()
     bounds = (options.slo_ttft_ms, options.slo_tpot_ms)
     points = []

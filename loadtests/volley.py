@@ -112,5 +112,5 @@ class _Bytes:
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
 
-    def makefile(self, mode: str) -> io.BufferedReader:
+    def makefile(self, _mode: str) -> io.BufferedReader:
         return io.BufferedReader(io.BytesIO(self._raw))

@@ -1,4 +1,4 @@
-"""Finds a Triton Server, lays out its folders, and runs it: `python -m tritium.backend.host.serve`.
+"""Finds a Triton Server, lays out its folders, and runs it: `tritium serve`.
 
 A `tritonserver` on PATH (the container) is used as it is. Elsewhere the binaries come from the
 PyPI package nvidia-pytriton, whose Python backend needs its stub beside it and the shared library
@@ -196,24 +196,21 @@ def _print_what_to_try(server: TritonServer) -> None:
 Ready. To try:
   curl -N localhost:{server.http_port}/v2/models/smollm2/generate_stream -d \
 '{{"text_input": "The capital of France is", "stream": true, "max_tokens": 32, "temperature": 0}}'
-  {Path(sys.executable).parent.parent.name}/bin/python -m tritium.client chat \
---url localhost:{server.grpc_port}
+  {Path(sys.executable).parent.parent.name}/bin/tritium chat --url localhost:{server.grpc_port}
   curl localhost:{server.metrics_port}/metrics
 """,
         flush=True,
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tritium.backend.host.serve", description=__doc__
-    )
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tritium serve", description=__doc__)
     parser.add_argument("--model-repository", type=Path, default=PACKAGE / "model_repository")
     parser.add_argument("--http-port", type=int, default=8000)
     parser.add_argument("--grpc-port", type=int, default=8001)
     parser.add_argument("--metrics-port", type=int, default=8002)
     parser.add_argument("arguments", nargs="*", help="more arguments for tritonserver, after --")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -1,7 +1,7 @@
 """Compiles the kernels for Ampere, Ada and Hopper without a GPU, and says what each one takes.
 
-    python -m tritium.kernels.cuda.aot            # JSON
-    python -m tritium.kernels.cuda.aot --table    # Markdown
+    tritium benchmark aot            # JSON
+    tritium benchmark aot --table    # Markdown
 
 Each kernel is compiled through its own launcher, with only the launch left out, so that what is
 described is what runs: the same tile sizes, the same knowledge of alignments.
@@ -378,10 +378,10 @@ def _loads(row: dict[str, Any]) -> str:
     return ", ".join(f"{width} ({main_loop[width]})" for width in sorted(main_loop))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tritium.kernels.cuda.aot")
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="tritium benchmark aot")
     parser.add_argument("--table", action="store_true", help="Markdown instead of JSON")
-    as_table = parser.parse_args().table
+    as_table = parser.parse_args(arguments).table
     rows = compile_all()
     print(table(rows) if as_table else json.dumps(rows))
 

@@ -74,9 +74,9 @@ def measure(way: Way, workload: str, num_requests: int, concurrency: int) -> Res
         way.freeze()
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tritium.loadtests.peers",
+        prog="tritium loadtest peers",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8200, help="the first of eight")
     parser.add_argument("--append", action="store_true", help="to the results that are there")
     parser.add_argument("--output", type=Path, default=Path("results/peers.json"))
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     folder = Path("results/peers")
     folder.mkdir(parents=True, exist_ok=True)
     console = Console(width=110)

@@ -91,7 +91,7 @@ class Dispatcher:
                 if self._ready.full():
                     self._full.set()
             self._ready.put(None)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- raised where prompts are taken
             self._ready.put(error)
         self._full.set()
 
@@ -114,7 +114,7 @@ class Dispatcher:
             record.rejected = error.code == "UNAVAILABLE" and not lost and not record.first
         except TimeoutError as error:
             record.error = f"DEADLINE_EXCEEDED: {error}"
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- goes into the record
             record.error = f"CLIENT: {error!r}"
         record.end = time.perf_counter() - start
         self._on_record(record)

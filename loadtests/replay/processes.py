@@ -75,8 +75,8 @@ def replay(
     target: Target,
     slo: Slo,
     max_lag: float,
-    on_start: Callable[[int], None] = lambda num_requests: None,
-    on_record: Callable[[Record], None] = lambda record: None,
+    on_start: Callable[[int], None] = lambda _: None,
+    on_record: Callable[[Record], None] = lambda _: None,
 ) -> Run:
     """Replay a plan. Ctrl-C ends it early; the run then has what was recorded so far.
 
@@ -161,7 +161,7 @@ def _work(
         messages.put(health)
     except KeyboardInterrupt:
         pass
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 -- raised in the parent process
         messages.put(ReplayError(f"{type(error).__name__}: {error}"))
     messages.close()
     messages.join_thread()
