@@ -30,6 +30,7 @@ def generate(engine: Engine, prompts: list[list[int]], **sampling: Any) -> list[
     while len(collector.reasons) < len(prompts):
         in_flight = engine.step(in_flight)
         engine.scheduler.check_integrity()
+    collector.raise_error()
     assert engine.stats().num_used_blocks == 0
     return [collector.token_ids(i) for i in range(len(prompts))]
 

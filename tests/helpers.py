@@ -87,6 +87,12 @@ class Collector:
                 reasons.setdefault(output.request_id, []).append(output.finish_reason)
         return reasons
 
+    def raise_error(self) -> None:
+        """Raise the error of a request that failed, if there is one."""
+        for output in list(self.outputs):
+            if output.error:
+                raise RuntimeError(output.error)
+
     def token_ids(self, request_id: int) -> list[int]:
         return [
             token.token_id

@@ -91,11 +91,12 @@ class AdmissionControl:
         self._loads[request.request_class].num_waiting_tokens += len(request.prompt_token_ids)
 
     def admitted(self, request_ids: list[int], now: float) -> None:
-        """Requests have left the queue, for the first time."""
-        if request_ids:
-            self._interval = self._interval_after(len(request_ids), now)
+        """Requests have left the queue. Those admitted again, after a preemption, do not count."""
+        new = [request_id for request_id in request_ids if request_id in self._waiting]
+        if new:
+            self._interval = self._interval_after(len(new), now)
             self._last_time = now
-        for request_id in request_ids:
+        for request_id in new:
             self._leave(request_id)
 
     def ended(self, request_id: int) -> None:

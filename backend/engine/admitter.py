@@ -44,13 +44,11 @@ class Admitter:
 
         # -- of the step that is being scheduled --
         self.admitted: list[Sequence] = []
-        self.newly_admitted: list[Sequence] = []  # admitted for the first time
         self._num_skipped = 0  # sequences at the head of the queue that do not fit
         self._prefilling: list[Sequence] = []  # running, with prompt blocks left to publish
 
     def start_step(self) -> None:
         self.admitted.clear()
-        self.newly_admitted.clear()
         self._num_skipped = 0
         self._prefilling = [s for s in self._prefilling if self._has_to_publish(s)]
         self._promote()
@@ -187,7 +185,6 @@ class Admitter:
         if not sequence.scheduled_time:
             sequence.scheduled_time = self._clock()
             sequence.num_cached_tokens = sequence.num_computed_tokens
-            self.newly_admitted.append(sequence)
         sequence.status = SequenceStatus.RUNNING
         sequence.admission_index = next(self._admission_indices)
         sequence.num_bypasses = 0

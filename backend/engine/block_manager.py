@@ -16,23 +16,22 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import chain
 
 from tritium.backend.engine.sequence import Sequence
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """One block of the KV cache. `digest` and `token_ids` are set while it is published."""
 
-    __slots__ = ("block_id", "digest", "ns_per_holder", "ref_count", "since", "token_ids")
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0
-        self.digest: bytes | None = None
-        self.token_ids: list[int] | None = None
-        self.ns_per_holder = 0.0  # one holder's share from the first holder until `since`
-        self.since = 0  # when the number of holders last changed
+    block_id: int
+    ref_count: int = 0
+    digest: bytes | None = None
+    token_ids: list[int] | None = None
+    ns_per_holder: float = 0.0  # one holder's share, from the first holder until `since`
+    since: int = 0  # when the number of holders last changed
 
     def change_holders(self, change: int, now: int) -> float:
         """Add (+1) or remove (-1) a holder; returns ns_per_holder, in seconds."""

@@ -52,7 +52,8 @@ class Drafts:
             limit = min(budget, request.max_tokens - sequence.num_output_tokens - 1)
             draft = sequence.proposer.propose(sequence.token_ids, limit)
             if draft and self._block_manager.allocate(sequence, 1 + len(draft)):
-                batch[i] = scheduled.with_draft(draft)
+                end = scheduled.end + len(draft)
+                batch[i] = scheduled._replace(end=end, draft_token_ids=tuple(draft))
                 budget -= len(draft)
 
     def take_back(self, scheduled: ScheduledSequence, num_dropped: int, num_computed: int) -> None:

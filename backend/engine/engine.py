@@ -46,7 +46,6 @@ class Runner(Protocol):
 
     def start(self) -> None:
         """Called once on the thread that will launch steps, before the first one."""
-        ...
 
     def launch(self, batch: list[ScheduledSequence]) -> Callable[[], list[SampledToken]]:
         """Start a step.
@@ -58,14 +57,13 @@ class Runner(Protocol):
         Raises:
             OutOfMemory: there is too little memory for this step; a smaller one may be tried.
         """
-        ...
 
 
 class StepInFlight(NamedTuple):
     """A step that has been launched and not read, or whose launch has failed."""
 
     batch: list[ScheduledSequence]
-    shares: StepShares = StepShares([], [], [])
+    shares: StepShares = StepShares([], [], set())
     read: Callable[[], list[SampledToken]] = list
     error: BaseException | None = None  # of the launch; to be raised instead of reading
 
@@ -146,14 +144,17 @@ class Engine:
     def step(self, previous: StepInFlight | None = None) -> StepInFlight | None:
         """One step over the current work: schedule, run, update.
 
-        A step that fails ends its sequences with an error; the third failure in a row is raised.
+        Where steps overlap, the step that this call launches is read by the next call, after the
+        next launch. A step that fails ends its sequences with an error.
 
         Args:
-            previous: The result of the call before.
+            previous: The step in flight, as returned by the previous call.
 
         Returns:
-            The step in flight: where steps overlap, the next one is launched before this one is
-            read. None if all is read.
+            The step now in flight, None if all steps have been read.
+
+        Raises:
+            Exception: a step failed, for the third time in a row.
         """
         batch = self._schedule()
         launched = self._launch(batch)
@@ -166,10 +167,9 @@ class Engine:
             self._take_inbox()
             self._hand_out(self.scheduler.expire())
             batch = self.scheduler.schedule()
-            if newly_admitted := self.scheduler.admitter.newly_admitted:
-                request_ids = [sequence.request_id for sequence in newly_admitted]
+            if admitted := [s.request_id for s in self.scheduler.admitter.admitted]:
                 with self._wake:
-                    self.admission_control.admitted(request_ids, time.perf_counter())
+                    self.admission_control.admitted(admitted, time.perf_counter())
             return batch
         return []
 
@@ -222,11 +222,7 @@ class Engine:
 
     @contextmanager
     def _failure_ends(self, batch: list[ScheduledSequence]) -> Iterator[None]:
-        """If the body raises, end the sequences of the batch and suppress the error.
-
-        Raises:
-            Exception: the error, if it is the third one in a row.
-        """
+        """If the body fails, end the sequences of the batch; raise the third failure in a row."""
         try:
             yield
         except Exception as error:

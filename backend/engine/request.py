@@ -55,16 +55,13 @@ class GrammarState(Protocol):
     @property
     def is_complete(self) -> bool:
         """Whether the answer is complete and no token can follow."""
-        ...
 
     @property
     def error(self) -> str:
         """Why the last token was not accepted."""
-        ...
 
     def accept(self, token_id: int) -> bool:
         """Advance by the sampled token. False: the grammar rejects it; the answer must end."""
-        ...
 
     @staticmethod
     def fill_masks(states: Seq[Any], masks: NDArray[np.int32], rows: Seq[int]) -> None:
@@ -75,7 +72,6 @@ class GrammarState(Protocol):
             masks: [num_rows, ceil(vocab_size / 32)] int32; bit token % 32 of word token // 32.
             rows: One row of `masks` per state.
         """
-        ...
 
 
 class Grammar(Protocol):
@@ -83,7 +79,6 @@ class Grammar(Protocol):
 
     def start(self) -> GrammarState:
         """The state of a new, empty answer."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

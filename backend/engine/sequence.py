@@ -133,10 +133,6 @@ class ScheduledSequence(NamedTuple):
         """Tokens that the step samples: one, and one more per draft token."""
         return 1 + len(self.draft_token_ids) if self.samples else 0
 
-    def with_draft(self, draft_token_ids: list[int]) -> "ScheduledSequence":
-        end = self.end + len(draft_token_ids)
-        return self._replace(end=end, draft_token_ids=tuple(draft_token_ids))
-
     @classmethod
     def of(cls, sequence: Sequence, num_new_tokens: int) -> "ScheduledSequence":
         """The sequence's next `num_new_tokens` tokens."""

@@ -60,7 +60,7 @@ class StepShares(NamedTuple):
 
     weights: list[int]
     payers: list[Sequence]  # a sequence appears twice where it recomputes only a part
-    recomputing: list[int]  # indices of shares for computing again what a preemption lost
+    recomputing: set[int]  # indices of shares for computing again what a preemption lost
 
 
 @dataclass(slots=True)
@@ -122,7 +122,7 @@ class BusyTime:
         token, context, constant = self.weights
         weights: list[int] = []
         payers: list[Sequence] = []
-        recomputing: list[int] = []
+        recomputing: set[int] = set()
         for sequence, start, end, _, _ in batch:
             lost = sequence.num_lost_tokens
             if end - start == 1 and lost <= start:  # the common case
@@ -131,7 +131,7 @@ class BusyTime:
                 continue
             new = max(start, min(lost, end))
             if start < new:
-                recomputing.append(len(payers))
+                recomputing.add(len(payers))
                 weights.append(self.weights.of(start, new, num_sequences=int(new == end)))
                 payers.append(sequence)
             if new < end:
@@ -150,18 +150,14 @@ class BusyTime:
         totals.busy += duration
         self._total_weight += sum(shares.weights)
         parts = split(duration, shares.weights)
-        not_billed = 0
-        for i in shares.recomputing:
-            sequence, part = shares.payers[i], parts[i]
-            if sequence.status is not SequenceStatus.FINISHED:
-                sequence.usage.recompute_ns += part
-                totals.preemption += part
-                not_billed += part
-                parts[i] = 0
-        finished = SequenceStatus.FINISHED
-        for sequence, part in zip(shares.payers, parts, strict=True):
+        not_billed, recomputing, finished = 0, shares.recomputing, SequenceStatus.FINISHED
+        for i, (sequence, part) in enumerate(zip(shares.payers, parts, strict=True)):
             if sequence.status is finished:
                 totals.overrun += part
+                not_billed += part
+            elif i in recomputing:
+                sequence.usage.recompute_ns += part
+                totals.preemption += part
                 not_billed += part
             elif len(sequence.token_ids) > len(sequence.request.prompt_token_ids):
                 sequence.usage.decode_ns += part

@@ -49,6 +49,7 @@ def run(runner, requests, **changes) -> tuple[dict[int, tuple[list[SampledToken]
     while len(collector.reasons) < len(requests):
         in_flight = engine.step(in_flight)
         engine.scheduler.check_integrity()
+    collector.raise_error()
     assert engine.stats().num_used_blocks == 0
     tokens: dict[int, list[SampledToken]] = {request.request_id: [] for request in requests}
     for output in collector.outputs:

@@ -82,7 +82,7 @@ def test_turns_are_with_the_bill_and_without(tmp_path):
     for step in range(4 * 4 + 1):
         recorders[0].add(step // 4)
         recorders[1].update(step // 4)
-        busy_time.end_step(StepShares([7], [sequence], []))
+        busy_time.end_step(StepShares([7], [sequence], set()))
     turns = read_turns(tmp_path / "turns")
     assert turns == [
         Turn(is_billed, num_sequences=4, work=28, ns=20) for is_billed in (True, False, False, True)

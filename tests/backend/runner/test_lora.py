@@ -75,6 +75,7 @@ def generate(
     while len(collector.reasons) < len(PROMPTS):
         in_flight = engine.step(in_flight)
         engine.scheduler.check_integrity()
+    collector.raise_error()
     assert bool(engine.stats().num_preemptions) is preempts
     answers = []
     for i in range(len(PROMPTS)):
