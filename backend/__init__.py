@@ -1,14 +1,14 @@
-"""The engine, and what stands between it and Triton Server."""
+"""The engine, and everything between it and Triton Server."""
 
 import os
 
-# Read when torch loads its OpenMP: how long a thread that waits for the others spins before it
-# sleeps. The default is almost for ever, and on cores shared with a server and its clients whoever
-# waits then keeps the core from whom it waits for. A step's matrix products beside one busy process
-# on 2 cores: 350 to 830 ms by default, 67 ms so, 24 ms without spinning; but alone on the cores a
-# step of one sequence takes 55 to 71 ms by default, 55 to 64 ms so, 81 to 96 ms without spinning.
+# How long an OpenMP thread spins before it sleeps; read when torch loads OpenMP. The default is
+# almost forever: on cores shared with other processes, spinning threads then take the core from the
+# thread that they wait for. A step's matrix products beside one busy process on 2 cores: 350 to
+# 830 ms with the default, 67 ms with this value, 24 ms without spinning. A step of one sequence on
+# idle cores: 55 to 71 ms, 55 to 64 ms and 81 to 96 ms.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-# Read when torch allocates for the first time: large tensors lie in pages of 2 MiB. Attention over
-# a cache of 150 MB in pages of 4 KiB: 31 ms, so 16 to 20 ms.
+# Large tensors in pages of 2 MiB; read at torch's first allocation. Attention over a cache of
+# 150 MB takes 31 ms with pages of 4 KiB and 16 to 20 ms with this.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -1,10 +1,10 @@
-"""Errors that end a request with a code of Triton Server's and a message for the caller."""
+"""Errors that end a request, each with a Triton Server error code and a message for the client."""
 
 from enum import StrEnum
 
 
 class RefusalReason(StrEnum):
-    """Why a request was not taken in, though it may be right."""
+    """Why a valid request was refused."""
 
     QUEUE_FULL = "queue_full"
     QUEUE_TOKENS = "queue_tokens"
@@ -14,10 +14,10 @@ class RefusalReason(StrEnum):
 
 
 class RequestError(Exception):
-    """A request that is refused or failed.
+    """A request was refused or failed.
 
-    `code` is the name of a `TritonError` code, `grpc_status` what gRPC calls the same. The message
-    of a refusal starts with its reason.
+    `code` is the name of a `TritonError` code, `grpc_status` its name in gRPC. The message of a
+    refusal starts with the reason.
     """
 
     code = "INTERNAL"
@@ -29,33 +29,33 @@ class RequestError(Exception):
 
 
 class InvalidArgument(RequestError):
-    """The request is wrong and stays wrong; the message names field, value and what is allowed."""
+    """The request is invalid; the message names the field, its value and what is allowed."""
 
     code = "INVALID_ARG"
     grpc_status = "INVALID_ARGUMENT"
 
 
 class Unsupported(RequestError):
-    """The request asks for something that this server does not do."""
+    """The request needs a feature that this server does not have."""
 
     code = "UNSUPPORTED"
     grpc_status = "UNIMPLEMENTED"
 
 
 class Unavailable(RequestError):
-    """The request may succeed later or elsewhere; the message says which limit was reached."""
+    """The request may succeed later or on another server; the message names the limit reached."""
 
     code = grpc_status = "UNAVAILABLE"
 
 
 class Cancelled(RequestError):
-    """The client cancelled the request or went away."""
+    """The client cancelled the request or disconnected."""
 
     code = grpc_status = "CANCELLED"
 
 
 class OutOfMemory(Exception):
-    """A step found no memory, and has changed nothing; a smaller one may find some."""
+    """A step ran out of memory and has changed nothing; a smaller step may succeed."""
 
 
 ERRORS = (RequestError, InvalidArgument, Unsupported, Unavailable, Cancelled)

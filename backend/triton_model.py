@@ -1,7 +1,7 @@
-"""Triton Server's Python backend: the model's lifecycle, requests in, responses out.
+"""The model as Triton Server's Python backend loads it: lifecycle, requests in, responses out.
 
-Everything that needs the backend's own types is here (and in metrics.py); the work is done by
-`Front` and what is below it.
+Only this file, accounts/metrics.py and trtllm/model.py use the Python backend's types. `Front` and
+the packages below it do the work.
 """
 
 import gc
@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
 
 from tritium.backend.config import ConfigError, EngineConfig
 from tritium.backend.errors import InvalidArgument, RequestError
@@ -29,11 +30,11 @@ _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 class TritonPythonModel:
-    """What Triton Server's Python backend calls."""
+    """The class that Triton Server's Python backend calls."""
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
-        """Add what config.pbtxt does not say: tensors, decoupled responses."""
+        """Add what config.pbtxt omits: tensors and decoupled responses."""
         config = auto_complete_model_config
         max_batch_size = config.as_dict()["max_batch_size"]
         if max_batch_size != 0:
@@ -41,7 +42,7 @@ class TritonPythonModel:
                 f"config.pbtxt: max_batch_size can't be {max_batch_size}. It must be 0: "
                 "the engine makes its own batches"
             )
-        EngineConfig.from_parameters(config.as_dict()["parameters"])  # errors come early
+        EngineConfig.from_parameters(config.as_dict()["parameters"])  # to report errors early
         for spec in INPUTS:
             config.add_input({**spec._asdict(), "optional": True})
         for spec in OUTPUTS:
@@ -50,7 +51,7 @@ class TritonPythonModel:
         return config
 
     def initialize(self, args: dict[str, str]) -> None:
-        # Not needed, and not waited for, by the process that only completes the configuration.
+        # Imported here, as the process that only completes the configuration does not need them.
         from tritium.backend.accounts.billing import Billing
         from tritium.backend.accounts.ledger import Ledger
         from tritium.backend.accounts.metrics import Metrics
@@ -69,8 +70,8 @@ class TritonPythonModel:
         config = EngineConfig.from_parameters(model_config["parameters"])
         _start_log(config.log_format)
         begin = time.perf_counter_ns()
-        # On a thread that ends: OpenMP keeps worker threads for each thread that used it, and with
-        # those of two it takes the cores for overcommitted and waits for itself much slower.
+        # On a thread that ends. OpenMP keeps worker threads for each thread that used it; with two
+        # sets of them it considers the cores overcommitted, and its threads wait much longer.
         with ThreadPoolExecutor(1) as pool:
             device_id = int(args["model_instance_device_id"])
             runner = pool.submit(ModelRunner, config, device_id).result()
@@ -99,7 +100,7 @@ class TritonPythonModel:
                     config.ledger_retention_days,
                 )
             except (OSError, sqlite3.Error) as error:
-                self._metrics.close()  # its thread would keep the process
+                self._metrics.close()  # its thread would keep the process alive
                 raise ConfigError(
                     f"config.pbtxt: parameter 'ledger_path' can't be '{config.ledger_path}'. No "
                     f"ledger can be written there: {error}"
@@ -131,27 +132,27 @@ class TritonPythonModel:
             f"{runner.num_blocks} blocks of {runner.block_size} tokens "
             f"({runner.num_blocks * runner.block_bytes / 2**20:.0f} MiB)"
         )
-        # What is here stays. With it a full collection of garbage takes 0.14 s, in which nothing
-        # else of this process runs; without it, microseconds.
+        # All objects of now live as long as the process. With them a full garbage collection stops
+        # the process for 0.14 s; without them, for microseconds.
         gc.collect()
         gc.freeze()
 
     def execute(self, requests: list[Any]) -> None:
-        """Hand the requests over; their responses come from the front's output thread."""
+        """Pass the requests to the front, whose output thread sends the responses."""
         for request in requests:
             inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
             if responder := self._responder(request, inputs):
                 try:
                     parameters = request.parameters()
-                except UnicodeDecodeError:  # over HTTP they may be any bytes
+                except UnicodeDecodeError:  # HTTP clients can send any bytes as parameters
                     responder.fail(InvalidArgument("request parameters: not valid UTF-8"))
                 else:
                     timeout = request.timeout() / 1e6  # microseconds
                     request_id = request.request_id()
                     self._front.handle(inputs, parameters, responder, timeout, request_id)
 
-    def _responder(self, request: Any, inputs: Mapping[str, np.ndarray]) -> "_Responder | None":
-        """None for a request that does nothing but cancel another one."""
+    def _responder(self, request: Any, inputs: Mapping[str, NDArray[Any]]) -> "_Responder | None":
+        """The request's responder; None for a request that only cancels another one."""
         request_id, sender = request.request_id(), request.get_response_sender()
         if handover.is_cancel(request_id):
             if cancelled := self._handed_over.get(request_id):
@@ -183,7 +184,7 @@ class _Responder:
         self._sender = sender
         self._with_error_code = with_error_code
 
-    def send(self, tensors: Mapping[str, np.ndarray], final: bool) -> None:
+    def send(self, tensors: Mapping[str, NDArray[Any]], final: bool) -> None:
         response = pb_utils.InferenceResponse(
             [pb_utils.Tensor(name, array) for name, array in tensors.items()]
         )
@@ -196,11 +197,11 @@ class _Responder:
         self._sender.send(response, flags=_FINAL)
 
     def is_cancelled(self) -> bool:
-        return self._sender.is_cancelled()
+        return bool(self._sender.is_cancelled())
 
 
 class _HandedOver(_Responder):
-    """Sends the responses of a request that came through a door: see handover.py."""
+    """Sends the responses of a request from a relay model: see trtllm/handover.py."""
 
     def __init__(self, sender: Any) -> None:
         super().__init__(sender, with_error_code=False)
@@ -219,7 +220,7 @@ class _HandedOver(_Responder):
 
 
 class _ServerLog(logging.Handler):
-    """Log records into Triton Server's log."""
+    """Writes log records to Triton Server's log."""
 
     def emit(self, record: logging.LogRecord) -> None:
         log = pb_utils.Logger
@@ -233,7 +234,7 @@ class _ServerLog(logging.Handler):
 
 def _start_log(log_format: str) -> None:
     handler: logging.Handler = _ServerLog()
-    if log_format == "json":  # past Triton Server's log, which would put it into quotes
+    if log_format == "json":  # to stderr, as Triton Server's log would put the JSON in quotes
         handler = logging.StreamHandler()
         handler.setFormatter(JsonFormatter())
     logger.setLevel(logging.INFO)

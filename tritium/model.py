@@ -1,7 +1,7 @@
-"""Tritium as a python-based backend of Triton Server.
+"""Tritium as a Python-based backend of Triton Server.
 
-Installed as `<backend directory>/tritium`, it lets a model folder do without a model.py: its
-config.pbtxt says `backend: "tritium"`.
+Installed as `<backend directory>/tritium`. A model folder whose config.pbtxt has the line
+`backend: "tritium"` then needs no model.py.
 """
 
 from tritium.backend.triton_model import TritonPythonModel

@@ -137,7 +137,7 @@ class Billing:
         answers: AnswerUsage | None = None,
         gaps: Iterable[float] = (),
     ) -> None:
-        """The front is done with the request; without `answers` it never ran."""
+        """The front is done with the request; without `answers`, its tokens and times are 0."""
         bill.outcome, bill.answers, bill.gaps = outcome, answers or AnswerUsage(), list(gaps)
         self._write_if_complete(bill)
 

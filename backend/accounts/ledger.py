@@ -1,8 +1,8 @@
-"""The ledger: one row a finished request, in an SQLite file of this process. docs/billing.md.
+"""The ledger: one row per finished request, in SQLite files of this process (docs/billing.md).
 
-Nothing waits for it: rows go to a writer thread, which commits them at most a second later. Files
-are never changed but by appending; old ones are replaced by new ones and deleted whole. There are
-no prompts and no answers in them.
+Requests never wait for it: a writer thread commits their rows within a second. Files only grow; a
+new one is begun periodically, and old ones are deleted as a whole. Prompts and answers are not
+stored.
 """
 
 import logging
@@ -25,39 +25,40 @@ logger = logging.getLogger("tritium")
 
 SCHEMA_VERSION = 1
 _COMMIT_SECONDS = 0.5
-_RETRY_SECONDS = 60  # after a new file could not be begun
-_MAX_PENDING = 100_000  # rows kept while the file can't be written; then the oldest are lost
+_RETRY_SECONDS = 60  # after a new file could not be created
+_MAX_PENDING = 100_000  # rows kept while the file can't be written; beyond, the oldest are lost
 _SQL_TYPES = {int: "INTEGER", float: "REAL", str: "TEXT"}
 
 
 @dataclass(frozen=True, slots=True)
 class TotalsRow:
-    """Where the device's time had gone by then, in ns since the server started."""
+    """What the device's time was spent on at one moment, in ns since the server started."""
 
     time: float  # seconds since 1970
     busy_ns: int
     idle_ns: int
-    open_ns: int  # of busy_ns: of requests without a row before this one
+    open_ns: int  # part of busy_ns: requests without a row before this one
     warmup_ns: int
     preemption_ns: int
     fault_ns: int
     overrun_ns: int
     kv_block_ns: int
-    is_quiet: int  # 1: all of kv_block_ns is in rows before this one
+    is_quiet: int  # 1: the rows before this one account for all of kv_block_ns
 
 
 class Ledger:
-    """Appends rows to a file of its own, on a thread of its own.
+    """Appends rows to a file of this process, on a thread of its own.
 
     Args:
-        directory: Made if need be.
-        model: Names the files, with the time and the process.
-        weights: Those that requests are billed with; told beside each row.
-        rotate_hours: How long a file is written to.
-        retention_days: How long a file of this model is kept after its last row.
+        directory: Where the files are; created if it does not exist.
+        model: Part of the files' names, with the time and the process id.
+        weights: The weights that share a step's time among requests; stored with each row.
+        rotate_hours: How long a file is written to before the next one is begun.
+        retention_days: How long this model's files are kept after their last row.
+        clock: Seconds since 1970.
 
     Raises:
-        OSError, sqlite3.Error: the file can't be made.
+        OSError, sqlite3.Error: the file can't be created.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Ledger:
         self._retention_seconds = retention_days * 86400
         self._clock = clock
         self._pending: list[RequestRow | TotalsRow] = []
-        self._sequence = 0  # orders rows of both kinds
+        self._sequence = 0  # number of the next row; counts rows of both tables
         self._failing = False
         self._rows: queue.SimpleQueue[RequestRow | TotalsRow | None] = queue.SimpleQueue()
         directory.mkdir(parents=True, exist_ok=True)
@@ -87,11 +88,11 @@ class Ledger:
         self._thread.start()
 
     def add(self, row: RequestRow | TotalsRow) -> None:
-        """From any thread; what is added first is written first."""
+        """Queue a row; rows are written in this order. For any thread."""
         self._rows.put(row)
 
     def close(self) -> None:
-        """Write what is there."""
+        """Write all queued rows, then stop."""
         self._rows.put(None)
         self._thread.join()
 
@@ -116,11 +117,11 @@ class Ledger:
             if self._clock() >= self._rotation:
                 self._rotate()
         if self._pending:
-            logger.error(f"ledger: {len(self._pending)} rows are lost with this process")
+            logger.error(f"ledger: {len(self._pending)} rows could not be written and are lost")
         self._database.close()
 
     def _write(self) -> None:
-        """One transaction: all that is pending, or nothing of it."""
+        """Write all pending rows in one transaction."""
         if not self._pending:
             return
         with self._database:
@@ -129,7 +130,7 @@ class Ledger:
         self._sequence += len(self._pending)
         self._pending.clear()
         if self._failing:
-            logger.info(f"ledger: {self.path} is written again")
+            logger.info(f"ledger: {self.path} can be written again")
             self._failing = False
 
     def _insert(self, number: int, row: RequestRow | TotalsRow) -> None:
@@ -137,8 +138,8 @@ class Ledger:
         table = "requests" if isinstance(row, RequestRow) else "totals"
         if isinstance(row, RequestRow):
             values += self._weights
-        places = ", ".join("?" * len(values))
-        self._database.execute(f"INSERT OR IGNORE INTO {table} VALUES ({places})", values)
+        placeholders = ", ".join("?" * len(values))
+        self._database.execute(f"INSERT OR IGNORE INTO {table} VALUES ({placeholders})", values)
 
     def _keep(self, error: Exception) -> None:
         if not self._failing:
@@ -149,7 +150,7 @@ class Ledger:
             logger.error(f"ledger: {too_many} rows are lost")
 
     def _rotate(self) -> None:
-        """Go on in a new file, if one can be made."""
+        """Continue in a new file, or in the old one if none can be created."""
         try:
             path = self._make()
             database = sqlite3.connect(path, timeout=1)
@@ -160,7 +161,7 @@ class Ledger:
                 path.unlink()
                 raise
         except (sqlite3.Error, OSError) as error:
-            logger.error(f"ledger: no new file can be begun, {self.path} goes on: {error}")
+            logger.error(f"ledger: no new file can be created, {self.path} is kept: {error}")
             self._rotation = self._clock() + _RETRY_SECONDS
             return
         self._database.close()
@@ -168,7 +169,7 @@ class Ledger:
         self._delete_old()
 
     def _make(self) -> Path:
-        """A new file with empty tables. Whoever reads the directory sees it whole or not at all."""
+        """Create a file with empty tables, under a temporary name until it is complete."""
         now = self._clock()
         moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
         name = f"{self._model}-{moment}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
@@ -189,7 +190,7 @@ class Ledger:
         return path.rename(path.with_suffix(".ledger"))
 
     def _begin(self, database: sqlite3.Connection) -> None:
-        """A file starts with the last totals of the one before it, and the rows behind those."""
+        """Copy the last totals of the previous file, and the rows after them, into a new file."""
         database.execute("ATTACH ? AS old", (str(self.path),))
         last = "(SELECT max(sequence) FROM old.totals)"
         with database:
@@ -200,10 +201,10 @@ class Ledger:
         database.execute("DETACH old")
 
     def _delete_old(self) -> None:
-        """Those of this model that nobody has written to for so long."""
+        """Delete this model's files that were last written before the retention period."""
         oldest = self._clock() - self._retention_seconds
         name = re.compile(rf"({re.escape(self._model)}-\d{{8}}T\d{{6}}Z-\d+-\w{{6}}\.).+")
-        found: dict[str, list[Path]] = {}  # a file, its -wal and -shm
+        found: dict[str, list[Path]] = {}  # a ledger's file with its -wal and -shm files
         try:
             for path in self._directory.iterdir():
                 if match := name.fullmatch(path.name):
@@ -213,7 +214,7 @@ class Ledger:
                     for path in paths:
                         path.unlink()
         except FileNotFoundError:
-            pass  # another process deletes them
+            pass  # another process deletes the same files
         except OSError as error:
             logger.error(f"ledger: an old file can't be deleted: {error}")
 

@@ -1,7 +1,7 @@
-"""What the server shows under /metrics: Triton Server custom metrics.
+"""Custom metrics of Triton Server, which it serves under /metrics.
 
-Ours are named `tritium:`. Those of vLLM's Triton backend stand beside them under its names, where
-the parameter REPORT_CUSTOM_METRICS is "true", as there.
+Tritium's own start with `tritium:`. The metrics of vLLM's Triton Server backend are added, under
+vLLM's names, if the parameter REPORT_CUSTOM_METRICS is "true", as in that backend.
 """
 
 import logging
@@ -22,9 +22,9 @@ from tritium.backend.errors import ERRORS, RefusalReason
 
 logger = logging.getLogger("tritium")
 
-# How a request may end: as a sequence may, or with an error's code.
+# How a request may end: a finish reason or an error's code.
 _OUTCOMES = sorted({*map(str, FinishReason), *(error.code.lower() for error in ERRORS)})
-# vLLM's boundaries, in seconds.
+# Histogram boundaries in seconds, those of vLLM.
 _TTFT = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0]
 _TPOT = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5]
 _E2E = [
@@ -52,24 +52,24 @@ class _Line(NamedTuple):
 
 
 class Metrics:
-    """Counts requests and tokens as requests end, and shows the engine's state as it is told.
+    """Counts requests and tokens as requests end, and shows the engine's state.
 
-    A metric of Triton Server takes a hop to the server's process, so a thread of its own makes
-    them. Where Triton Server runs without metrics, nothing is counted.
+    Each update of a metric is a call to Triton Server's process, so a thread of its own makes them.
+    If Triton Server runs without metrics, nothing is counted.
 
     Args:
-        model, version: Labels.
-        max_model_len: Bounds vLLM's histograms of tokens.
-        vllm: Whether vLLM's families are there.
-        business_lines: Those that have a label of their own; all else is "other".
+        model, version: Labels of all metrics.
+        max_model_len: The upper bound of vLLM's token histograms.
+        vllm: Whether to add vLLM's metrics.
+        business_lines: Business lines with a label of their own; all others count as "other".
     """
 
     def __init__(
         self, model: str, version: str, max_model_len: int, vllm: bool, business_lines: list[str]
     ) -> None:
         self._labels = {"model": model, "version": version}
-        self._families: list[Any] = []  # a metric lives as long as its family
-        self._counted: dict[str, int] = {}  # of the engine's own counters
+        self._families: list[Any] = []  # kept, as a metric dies with its family
+        self._counted: dict[str, int] = {}  # last values of the engine's counters
         self._vllm = vllm
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -87,7 +87,7 @@ class Metrics:
         """Count a request.
 
         Args:
-            row: What it used.
+            row: The request's usage.
             gaps: Seconds between the tokens of its answers.
         """
         if not self._thread:
@@ -122,7 +122,7 @@ class Metrics:
         self._later(self._vllm_params_n.observe, row.n)
 
     def request_refused(self, reason: RefusalReason) -> None:
-        """Count a request that a limit kept out, beside its error's code."""
+        """Count a request refused by a limit, in addition to its error's code."""
         if self._thread:
             self._later(self._refused[reason].increment, 1)
 
@@ -131,7 +131,7 @@ class Metrics:
             self._later(self._tokenized.increment, 1)
 
     def count_totals(self, totals: DeviceTotals) -> None:
-        """Count where the device's time went that is on no request's bill."""
+        """Count the device time that is billed to no request."""
         if not self._thread:
             return
         for account, counter in self._accounts.items():
@@ -143,7 +143,7 @@ class Metrics:
         """Set the gauges; called a few times a second, since `set` holds the GIL.
 
         Args:
-            steps: Those since the last call.
+            steps: The steps since the last call.
         """
         if not self._thread:
             return
@@ -171,7 +171,7 @@ class Metrics:
             self._later(self._load[kind].set, value)
 
     def close(self) -> None:
-        """Count what is to be counted, then end."""
+        """Make all queued updates, then stop."""
         if self._thread:
             self._calls.put(None)
             self._thread.join()
@@ -193,7 +193,7 @@ class Metrics:
             for outcome in _OUTCOMES
         }
         refused = self._family(
-            "tritium:requests_refused_total", "Requests that a limit kept out, by reason", counter
+            "tritium:requests_refused_total", "Requests refused by a limit, by reason", counter
         )
         self._refused = {
             reason: refused.Metric(labels={**self._labels, "reason": str(reason)})
@@ -218,12 +218,12 @@ class Metrics:
             kind: self._metric(f"tritium:{kind}_tokens_total", description, counter)
             for kind, description in _KINDS.items()
         }
-        # By what `EngineStats` calls them.
+        # Keyed by the attribute of `EngineStats`.
         self._engine_counters = {
             "num_preemptions": [
                 self._metric(
                     "tritium:preemptions_total",
-                    "Sequences sent back to the queue for want of blocks",
+                    "Sequences sent back to the queue for lack of KV blocks",
                     counter,
                 )
             ],
@@ -236,21 +236,21 @@ class Metrics:
             "prefix_overlap.num_tokens": [
                 self._metric(
                     "tritium:prefix_query_tokens_total",
-                    "Prompt tokens that were looked up in the prefix cache's shadow index",
+                    "Prompt tokens looked up in the prefix cache's shadow index",
                     counter,
                 )
             ],
             "prefix_overlap.num_pool_tokens": [
                 self._metric(
                     "tritium:prefix_pool_tokens_total",
-                    "Of those, what could have been reused with the KV cache's memory",
+                    "Looked-up prompt tokens reusable with the KV cache's memory",
                     counter,
                 )
             ],
             "prefix_overlap.num_window_tokens": [
                 self._metric(
                     "tritium:prefix_window_tokens_total",
-                    "Of those, what could have been reused with a memory of 65536 blocks",
+                    "Looked-up prompt tokens reusable with a memory of 65536 blocks",
                     counter,
                 )
             ],
@@ -266,7 +266,7 @@ class Metrics:
             "tritium:kv_blocks_free", "Blocks that no request holds", gauge
         )
         self._cached_blocks = self._metric(
-            "tritium:kv_blocks_cached", "Blocks whose content can be found and reused", gauge
+            "tritium:kv_blocks_cached", "Blocks whose content can be reused by a prefix", gauge
         )
         self._alive = self._metric("tritium:engine_alive", "1 while the engine can serve", gauge)
         self._ttft = self._histogram("tritium:time_to_first_token_seconds", _TTFT)
@@ -277,7 +277,7 @@ class Metrics:
         self._step_tokens = self._histogram("tritium:step_tokens", _POWERS)
         self._step_seconds = self._histogram("tritium:step_seconds", _TTFT)
 
-        # What Triton Server makes its ORCA load header of.
+        # Triton Server builds its ORCA load header from these.
         load = self._family("nv_trt_llm_kv_cache_block_metrics", "The KV cache's blocks", gauge)
         self._load = {
             kind: load.Metric(labels={**self._labels, "kv_cache_block_type": kind})
@@ -291,14 +291,14 @@ class Metrics:
         )
         busy = self._family(
             "tritium:line_busy_seconds_total",
-            "Time of the device, by business line; names that begin with _ are the system's",
+            "Device time by business line; names that begin with _ are system accounts",
             counter,
         )
         blocks = self._family(
             "tritium:line_kv_block_seconds_total", "KV blocks held, by business line", counter
         )
         saved = self._family(
-            "tritium:line_saved_seconds_total", "Time that the prefix cache has saved", counter
+            "tritium:line_saved_seconds_total", "Time saved by the prefix cache", counter
         )
         self._lines = {}
         for name in dict.fromkeys([*business_lines, "other"]):
@@ -309,7 +309,7 @@ class Metrics:
                 saved.Metric(labels=labels),
                 {kind: tokens.Metric(labels={**labels, "kind": kind}) for kind in _KINDS},
             )
-        # By what `DeviceTotals` calls them.
+        # Keyed by the attribute of `DeviceTotals`.
         self._accounts = {
             name: busy.Metric(labels={**self._labels, "business_line": f"_{name}"})
             for name in ("warmup", "preemption", "fault", "overrun", "idle")

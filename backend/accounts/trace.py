@@ -1,8 +1,7 @@
-"""Capture of traffic: lengths, times and salted hashes of a request's blocks, never text.
+"""Traffic capture: lengths, times and salted block hashes of requests, never text.
 
-The format is Mooncake's JSON lines (https://github.com/kvcache-ai/Mooncake) with some fields more.
-`python -m tritium.loadtests convert` puts them in order: a row is written when its request has
-ended.
+The format is Mooncake's JSON lines (https://github.com/kvcache-ai/Mooncake) with additional fields.
+A row is written when its request ends; `tritium loadtest convert` sorts rows by arrival.
 """
 
 import hashlib
@@ -20,15 +19,15 @@ import msgspec
 
 logger = logging.getLogger("tritium")
 
-_NUM_FILES = 8  # of a capture, the present one included
-_MAX_BEHIND = 10_000  # requests that wait to be written; a disk that hangs must cost no memory
+_NUM_FILES = 8  # files of a capture, including the current one
+_MAX_BEHIND = 10_000  # requests that may wait to be written, so that a stalled disk costs no memory
 
 
 class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One request of a trace; the fields behind `hash_ids` are ours.
+    """One request of a trace; the fields after `hash_ids` are Tritium's own.
 
-    Each hash id stands for `hash_block_size` tokens of the prompt and all before them, so equal
-    ids are equal prefixes; the last block may be part empty.
+    A hash id stands for `hash_block_size` tokens of the prompt and all tokens before them, so equal
+    ids mean equal prefixes. The last block may be partial.
     """
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]  # ms
@@ -46,19 +45,19 @@ class Captured(NamedTuple):
 
     arrival: float  # seconds since 1970
     prompt_token_ids: Sequence[int]
-    output_lengths: list[int]  # of each answer; 0: none that could be replayed
+    output_lengths: list[int]  # one per answer; 0: nothing to replay
     cache_salt: bytes  # prompts under different salts share nothing
     business_line: str
     request_class: str
 
 
 class TraceWriter:
-    """Writes what it is told of on a thread of its own.
+    """Writes ended requests to a file, on a thread of its own.
 
     Args:
-        path: Of the present file; older ones have .1, .2, ... behind their names.
-        max_size: Bytes of all files together; the oldest go.
-        block_size: Tokens a hash id stands for.
+        path: The current file; older ones have the suffixes .1, .2, ...
+        max_size: Most bytes of all files together; the oldest files are deleted.
+        block_size: Tokens per hash id.
 
     Raises:
         OSError: the file can't be written.
@@ -66,7 +65,7 @@ class TraceWriter:
 
     def __init__(self, path: Path, max_size: int, block_size: int) -> None:
         self._block_size = block_size
-        # Random, so that nobody who has the file can find out a prompt by guessing it.
+        # Secret and random, so that guessed prompts can't be checked against the file.
         self._key = secrets.token_bytes(16)
         self._encoder = msgspec.json.Encoder()
         self._file = _File(path, max_size)
@@ -76,15 +75,15 @@ class TraceWriter:
         self._thread.start()
 
     def add(self, request: Captured) -> None:
-        """Take a request; never waits or raises. Requests beyond those that may wait are lost."""
+        """Queue a request; never waits, never raises. If too many are queued, it is dropped."""
         if self._queue.qsize() < _MAX_BEHIND:
             self._queue.put(request)
         elif not self._is_losing:
             self._is_losing = True
-            logger.warning("trace_path: the disk is too slow; requests are missing there")
+            logger.warning("trace_path: the disk is too slow; requests are missing in the file")
 
     def close(self) -> None:
-        """Write what waits, for at most 5 s."""
+        """Write all queued requests, for at most 5 s."""
         self._queue.put(None)
         self._thread.join(5)
 
@@ -95,7 +94,7 @@ class TraceWriter:
                 continue
             try:
                 self._write(request)
-            except Exception as error:  # serving goes on
+            except Exception as error:  # noqa: BLE001 -- serving continues without a trace
                 logger.warning(f"trace_path: nothing more is written: {error}")
                 is_broken = True
         self._file.close()
@@ -116,7 +115,7 @@ class TraceWriter:
 
 
 class _File(RotatingFileHandler):
-    """Lines into a file, and a new one when it is full."""
+    """Writes lines to a file, and begins a new one when it is full."""
 
     def __init__(self, path: Path, max_size: int) -> None:
         super().__init__(path, "a", max_size // _NUM_FILES, _NUM_FILES - 1, encoding="utf-8")
@@ -124,12 +123,12 @@ class _File(RotatingFileHandler):
     def write(self, line: str) -> None:
         self.emit(logging.makeLogRecord({"msg": line}))
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        raise  # noqa: PLE0704 -- called where an exception is handled
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002 -- inherited
+        raise  # noqa: PLE0704 -- logging calls this while it handles an exception
 
 
 def hash_ids(request: Captured, block_size: int, key: bytes) -> list[int]:
-    """One number of 53 bits (exact in every JSON) a block, from all tokens up to its end."""
+    """One number of 53 bits per block, exact in JSON, computed from all tokens up to its end."""
     ids = []
     parent = hashlib.blake2b(request.cache_salt, key=key, digest_size=8).digest()
     tokens = array("q", request.prompt_token_ids)

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
+from numpy.typing import NDArray
 
 from tritium.backend.accounts.billing import Bill, Billing
 from tritium.backend.accounts.trace import TraceWriter
@@ -100,7 +100,7 @@ class Front:
 
     def handle(
         self,
-        inputs: Mapping[str, np.ndarray],
+        inputs: Mapping[str, NDArray[Any]],
         parameters: str,
         responder: Responder,
         timeout: float = 0,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
+from numpy.typing import NDArray
 
 from tritium.backend.accounts.billing import Bill, Billing
 from tritium.backend.accounts.request_usage import AnswerUsage
@@ -41,7 +41,7 @@ _POLL_SECONDS = 0.2  # cancellations and gauges
 class Responder(Protocol):
     """Sends one request's responses to its client."""
 
-    def send(self, tensors: Mapping[str, np.ndarray], final: bool) -> None: ...
+    def send(self, tensors: Mapping[str, NDArray[Any]], final: bool) -> None: ...
 
     def fail(self, error: RequestError) -> None: ...  # the final response
 

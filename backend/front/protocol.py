@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tritium.backend.engine.request import RequestClass, SampledToken
 from tritium.backend.errors import InvalidArgument, Unsupported
@@ -100,7 +101,7 @@ class GenerationRequest:
         return "sampling parameter 'structured_outputs'" if given else "tools"
 
 
-def parse(inputs: Mapping[str, np.ndarray], parameters: str) -> GenerationRequest:
+def parse(inputs: Mapping[str, NDArray[Any]], parameters: str) -> GenerationRequest:
     """Read a request.
 
     Args:
@@ -167,7 +168,7 @@ def parse(inputs: Mapping[str, np.ndarray], parameters: str) -> GenerationReques
     )
 
 
-def wants_error_code(inputs: Mapping[str, np.ndarray]) -> bool:
+def wants_error_code(inputs: Mapping[str, NDArray[Any]]) -> bool:
     """Whether error messages start with the gRPC status, as in "UNAVAILABLE: ..."."""
     try:
         return bool(_flag(inputs, "return_error_code"))
@@ -181,7 +182,7 @@ def response_tensors(
     num_input_tokens: int,
     usage: Mapping[str, float | None] | None,
     tokenizer: TokenDecoder,
-) -> dict[str, np.ndarray]:
+) -> dict[str, NDArray[Any]]:
     """The output tensors of one response: the texts, and the outputs that the request asked for.
 
     Args:
@@ -233,11 +234,11 @@ def _logprobs(tokens: list[SampledToken], tokenizer: TokenDecoder) -> list[dict[
     return elements
 
 
-def _strings_tensor(texts: list[str]) -> np.ndarray:
+def _strings_tensor(texts: list[str]) -> NDArray[Any]:
     return np.array([text.encode() for text in texts], dtype=np.object_)
 
 
-def _strings(inputs: Mapping[str, np.ndarray], name: str) -> list[str]:
+def _strings(inputs: Mapping[str, NDArray[Any]], name: str) -> list[str]:
     try:
         return [
             value if isinstance(value, str) else value.decode()
@@ -255,15 +256,15 @@ def _one(name: str, values: list[Any]) -> Any:
     return values[0]
 
 
-def _string(inputs: Mapping[str, np.ndarray], name: str) -> str | None:
+def _string(inputs: Mapping[str, NDArray[Any]], name: str) -> str | None:
     return _one(name, _strings(inputs, name)) if name in inputs else None
 
 
-def _flag(inputs: Mapping[str, np.ndarray], name: str) -> bool | None:
+def _flag(inputs: Mapping[str, NDArray[Any]], name: str) -> bool | None:
     return bool(_one(name, inputs[name].reshape(-1).tolist())) if name in inputs else None
 
 
-def _label(name: str, inputs: Mapping[str, np.ndarray], settings: dict[str, Any]) -> str:
+def _label(name: str, inputs: Mapping[str, NDArray[Any]], settings: dict[str, Any]) -> str:
     """A label from its tensor, else from the parameters, from which it is removed."""
     value = settings.pop(name, "")
     if name in inputs:
@@ -281,7 +282,7 @@ def _request_class(name: str) -> RequestClass:
     return classes[name]
 
 
-def _deadline_ms(inputs: Mapping[str, np.ndarray], settings: dict[str, Any]) -> int | None:
+def _deadline_ms(inputs: Mapping[str, NDArray[Any]], settings: dict[str, Any]) -> int | None:
     """The deadline from its tensor, else from the parameters, from which it is removed."""
     value = settings.pop("deadline_ms", None)
     if "deadline_ms" in inputs:

@@ -1,16 +1,16 @@
 """Ends Triton Server when this process is killed.
 
-Triton Server (2.51) does not start a model's process again, goes on calling the model ready, and
-leaves open the gRPC streams that were waiting for it. A server that ends is noticed by everyone:
-its clients get errors, and whoever runs it starts it again.
+Triton Server (2.51) does not restart a model's process. It keeps reporting the model as ready and
+leaves its open gRPC streams waiting. If the server ends instead, its clients get errors and its
+supervisor restarts it.
 """
 
 import os
 import subprocess
 
-_SECONDS = 10  # that requests of other models may go on
+_SECONDS = 10  # for which requests of other models may continue
 
-# Reads a pipe that only the guarded process holds open: its end is the end of that process.
+# Reads a pipe that only the guarded process holds open, and that closes when the process ends.
 _SCRIPT = f"""
 read -r orderly && exit
 echo "the process of $1 has died: Triton Server is told to end (parameter exit_on_crash)" >&2
@@ -21,10 +21,10 @@ kill -KILL "$0"
 
 
 class Guardian:
-    """A shell that waits for the end of this process, and ends its parent then.
+    """A shell process that ends this process's parent if this process dies.
 
     Args:
-        name: Of the model, for the message.
+        name: The model's name, for the message.
     """
 
     def __init__(self, name: str) -> None:
@@ -35,5 +35,5 @@ class Guardian:
         )
 
     def dismiss(self) -> None:
-        """This process is going to end as it should."""
+        """Stop guarding: this process is about to end in an orderly way."""
         self._shell.communicate(b"orderly\n")

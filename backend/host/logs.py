@@ -1,4 +1,4 @@
-"""Log records as JSON: one object a line, with the fields that a record brings along."""
+"""Log records as JSON: one object per line, with each record's extra fields."""
 
 import json
 import logging
@@ -6,8 +6,10 @@ import time
 
 
 class JsonFormatter(logging.Formatter):
-    """What a record's `fields` hold (logger.info(..., extra={"fields": {...}})) stands beside its
-    time, level and message."""
+    """Writes time, level and message, and a record's `fields`:
+
+    logger.info(..., extra={"fields": {...}})
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))

@@ -1,10 +1,10 @@
-"""Notices that Triton Server is about to unload the model, or to end.
+"""Notices early that Triton Server is about to unload the model or to exit.
 
-Triton Server (2.51) calls finalize() only when the model has no request left: a stream that goes on
-keeps the model loaded, and keeps a server that was told to stop until its exit timeout breaks off
-what is left. Here is who tells the model in time: a model that is asked to leave is not ready any
-more, and a server that is asked to end closes its endpoints first. It is asked over HTTP, since
-pb_utils.is_model_ready() hangs, and all responses with it, in a server that ends while it streams.
+Triton Server (2.51) calls finalize() only when the model has no requests left. A long stream thus
+keeps the model loaded, and delays the server's exit until its timeout breaks off all requests. The
+signs that come earlier: a model to be unloaded is no longer ready, and an exiting server closes its
+endpoints first. Readiness is polled over HTTP, since pb_utils.is_model_ready() hangs in a server
+that exits while it streams, and blocks all responses.
 """
 
 import argparse
@@ -18,19 +18,20 @@ from pathlib import Path
 logger = logging.getLogger("tritium")
 
 _INTERVAL = 0.5  # seconds
-_TIMEOUT = 5.0  # seconds; a server that is merely slow is not one that ends
+_TIMEOUT = 5.0  # seconds; long, so that a slow server is not taken for an exiting one
 
 
 class ServerWatch:
-    """Asks the server twice a second, on a thread of its own, from the first time it said yes.
+    """Polls the model's readiness twice per second, on a thread of its own.
 
-    Without an HTTP endpoint (`--allow-http=false`, or one that is restricted) nothing is noticed.
+    Calls `on_leaving` when a model that was ready is not ready any more. Without an accessible HTTP
+    endpoint (`--allow-http=false`, or a restricted one) it notices nothing.
 
     Args:
-        model_name: This model, as the server calls it.
-        model_version: Likewise.
-        on_leaving: Called once, on that thread.
-        command: Of the server; default: of the process that started this one.
+        model_name: The model's name on the server.
+        model_version: The model's version on the server.
+        on_leaving: Called at most once, on the watch's thread.
+        command: The server's command line; None: that of this process's parent.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class ServerWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Wait for `on_leaving` where it was called; else it never will be."""
+        """Stop polling; if `on_leaving` is running, wait for it."""
         self._stopping.set()
         self._thread.join()
 
@@ -63,7 +64,7 @@ class ServerWatch:
                 return
 
     def _is_ready(self, address: str, port: int) -> bool | None:
-        """None where that can't be found out now."""
+        """Whether the model is ready; None: unknown, as the server did not answer."""
         connection = http.client.HTTPConnection(address, port, timeout=_TIMEOUT)
         try:
             connection.request("GET", self._path)
@@ -82,7 +83,7 @@ def _command_of(process_id: int) -> list[str]:
 
 
 def _http_endpoint(command: list[str]) -> tuple[str, int] | None:
-    """(address, port) where a server that was started by this command answers, if it does."""
+    """(address, port) of the HTTP endpoint by a server's command line; None: it has none."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--allow-http", default="true")
     parser.add_argument("--http-address", default="0.0.0.0")

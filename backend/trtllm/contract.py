@@ -1,7 +1,7 @@
-"""The second door's contract: TensorRT-LLM's `ensemble`, translated to the main model's and back.
+"""TensorRT-LLM's contract: requests for its `ensemble` model, translated for the main model.
 
 Names, types, shapes and meanings are those of TensorRT-LLM's Triton Server backend. Works on numpy
-arrays; what a value may be is checked by the main model.
+arrays. Knows nothing of allowed values: the main model checks them.
 """
 
 import json
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tritium.backend.errors import InvalidArgument, Unsupported
 
@@ -73,32 +74,32 @@ _NEVER = (
     "embedding_bias_words",
     "embedding_bias_weights",
 )
-# No vocabulary is as large: clients send such an end_id to have none (SGLang's bench_serving this).
+# Larger than any vocabulary. Clients send it as end_id for "none" (SGLang's bench_serving does).
 _NO_END_ID = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """A request for the main model, and how its answer goes back."""
+    """A request for the main model, and what is needed to translate its response."""
 
-    inputs: dict[str, np.ndarray]
-    outputs: list[str]  # that the main model is asked for
-    names: dict[str, str]  # vLLM's name of what the client sent by another one
+    inputs: dict[str, NDArray[Any]]
+    outputs: list[str]  # the outputs to request from the main model
+    names: dict[str, str]  # vLLM's name -> the client's, where they differ
 
     def with_own_names(self, message: str) -> str:
-        """The main model's message, about what the client sent."""
+        """The main model's message, with the client's names for the parameters."""
         for theirs, ours in self.names.items():
             message = message.replace(f"'{theirs}'", f"'{ours}'")
         return message
 
 
-def translate(inputs: Mapping[str, np.ndarray], parameters: str) -> Translation:
+def translate(inputs: Mapping[str, NDArray[Any]], parameters: str) -> Translation:
     """Read a request.
 
     Args:
-        inputs: The tensors that the request has.
-        parameters: The request's parameters, a JSON object or "": who pays, and sampling parameters
-            that TensorRT-LLM has no tensor for.
+        inputs: The request's tensors.
+        parameters: The request's parameters, a JSON object or "": labels such as business_line, and
+            sampling parameters for which TensorRT-LLM has no tensor.
 
     Raises:
         InvalidArgument, Unsupported: names the tensor.
@@ -113,7 +114,7 @@ def translate(inputs: Mapping[str, np.ndarray], parameters: str) -> Translation:
     if str(settings.pop("n", 1)) != "1":
         raise Unsupported("n: not supported by this model; only 1 is")
     labels = {name: str(settings.pop(name)) for name in _LABELS if name in settings}
-    # The backend's own parameter in TensorRT-LLM. Clients that send it true expect deltas, too.
+    # A parameter of TensorRT-LLM's backend. Clients expect deltas even if they send true.
     settings.pop("accumulate_tokens", None)
     sampling, names = _sampling(inputs, settings)
     stream = _flag(inputs, "stream")
@@ -122,7 +123,7 @@ def translate(inputs: Mapping[str, np.ndarray], parameters: str) -> Translation:
     if _flag(inputs, "return_log_probs"):
         wanted += ["logprobs", "cumulative_logprob"]
     flags = {f"return_{name}": True for name in wanted} | {"stream": stream}
-    if not stream:  # a stream never has the input
+    if not stream:  # a stream never repeats the input
         flags["exclude_input_in_output"] = _flag(inputs, "exclude_input_in_output")
     strings = labels | {"sampling_parameters": json.dumps(sampling)}
     tensors = {name: np.array([flag]) for name, flag in flags.items()}
@@ -132,16 +133,16 @@ def translate(inputs: Mapping[str, np.ndarray], parameters: str) -> Translation:
     return Translation(tensors, ["text_output", *wanted], names)
 
 
-def wants_error_code(inputs: Mapping[str, np.ndarray]) -> bool:
-    """Whether an error's message shall start with its gRPC status, as in "UNAVAILABLE: ..."."""
+def wants_error_code(inputs: Mapping[str, NDArray[Any]]) -> bool:
+    """Whether error messages start with the gRPC status, as in "UNAVAILABLE: ..."."""
     return _flag(inputs, "return_error_code")
 
 
-def response_tensors(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def response_tensors(outputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """The output tensors of one response, from those of the main model's."""
     tensors = {"text_output": outputs["text_output"]}
     if "logprobs" in outputs:
-        # One object a token, with the chosen one alone.
+        # One object per token, which has only the chosen token.
         tokens = json.loads(outputs["logprobs"].item())
         logprobs = [token["logprob"] for chosen in tokens for token in chosen.values()]
         tensors["output_log_probs"] = np.array([[logprobs]], dtype=np.float32)  # [1, beams, tokens]
@@ -153,9 +154,9 @@ def response_tensors(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
 
 
 def _sampling(
-    inputs: Mapping[str, np.ndarray], settings: dict[str, Any]
+    inputs: Mapping[str, NDArray[Any]], settings: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Sampling parameters by vLLM's names, and what the client called those named otherwise."""
+    """Sampling parameters by vLLM's names, and vLLM's name -> the client's where they differ."""
     sampling, names = dict(settings), {}
     for ours, _, _, theirs in _SAMPLING_INPUTS:
         if ours in inputs:
@@ -169,7 +170,7 @@ def _sampling(
         sampling.pop("top_p", None)
         if not sampling.get("top_k"):
             sampling["temperature"] = 0
-    if "end_id" in inputs:  # takes the place of EOS
+    if "end_id" in inputs:  # replaces EOS
         sampling["ignore_eos"] = True
         if 0 <= (end_id := _number(inputs, "end_id")) < _NO_END_ID:
             sampling["stop_token_ids"] = [end_id]
@@ -182,7 +183,7 @@ def _sampling(
     return sampling, names
 
 
-def _guide(inputs: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def _guide(inputs: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     kind = "".join(_strings(inputs, "guided_decoding_guide_type"))
     if kind == "json":
         return {"json_object": True}
@@ -196,18 +197,18 @@ def _guide(inputs: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return {_GUIDES[kind]: "".join(_strings(inputs, "guided_decoding_guide"))}
 
 
-def _number(inputs: Mapping[str, np.ndarray], name: str) -> Any:
+def _number(inputs: Mapping[str, NDArray[Any]], name: str) -> Any:
     value = inputs[name].reshape(-1)[0]
-    # The shortest decimal, so that 0.95 in FP32 is 0.95 and not 0.949999988079071.
+    # By the shortest decimal, so that 0.95 in FP32 becomes 0.95 and not 0.949999988079071.
     return float(str(value)) if isinstance(value, np.floating) else value.item()
 
 
-def _flag(inputs: Mapping[str, np.ndarray], name: str) -> bool:
+def _flag(inputs: Mapping[str, NDArray[Any]], name: str) -> bool:
     return name in inputs and bool(inputs[name].any())
 
 
-def _strings(inputs: Mapping[str, np.ndarray], name: str) -> list[str]:
-    """Without empty ones, which clients send for none."""
+def _strings(inputs: Mapping[str, NDArray[Any]], name: str) -> list[str]:
+    """The non-empty strings; clients send an empty one for "none"."""
     try:
         return [value.decode() for value in inputs[name].reshape(-1) if value]
     except UnicodeDecodeError as error:

@@ -1,14 +1,14 @@
-"""How a door hands requests over to the main model: what both must know.
+"""How a relay model passes requests to the main model: the protocol between the two.
 
-A door is a model with another contract, in a process of its own; it passes requests on by Triton
-Server's Business Logic Scripting (BLS). That falls short in three ways (in Triton Server 2.51),
-which the main model makes up for where a request's id says that it was handed over:
+A relay model serves another contract from a process of its own, and passes requests on by Triton
+Server's Business Logic Scripting (BLS). BLS has three defects (in Triton Server 2.51). The main
+model works around them for requests whose id says that they were relayed:
 
-- BLS can't cancel. A request with the id of `cancel()` does it.
-- BLS keeps one of the door's 32 threads, on which its own responses leave too, until a request's
-  first response. So the main model sends an empty one at once.
-- BLS loses the code of an error, and the whole of one that is not the first response. So an error
-  comes as a response whose finish reason tells both.
+- BLS can't cancel. A request with the id `cancel(id)` cancels the request `id`.
+- BLS blocks one of the relay's 32 threads, which also send its responses, until a request's first
+  response. So the main model sends an empty response at once.
+- BLS drops the code of an error, and all of an error that is not the first response. So an error is
+  sent as a response whose finish reason has the code and the message.
 """
 
 import secrets
@@ -20,7 +20,7 @@ _ERRORS = {error.code: error for error in ERRORS}
 
 
 def new_id() -> str:
-    """The id of a request that is handed over; nobody can guess it."""
+    """A new id for a relayed request, which can't be guessed."""
     return _REQUEST + secrets.token_hex(16)
 
 
@@ -29,7 +29,7 @@ def is_handed_over(request_id: str) -> bool:
 
 
 def cancel(request_id: str) -> str:
-    """The id of a request that cancels another one."""
+    """The id of the request that cancels the request with this id."""
     return _CANCEL + request_id
 
 
@@ -38,12 +38,12 @@ def is_cancel(request_id: str) -> bool:
 
 
 def finish_reason(error: RequestError) -> str:
-    """Of a request that ends with an error."""
+    """The finish reason that carries an error."""
     return f"error {error.code} {error}"
 
 
 def read_error(finish_reason: str) -> RequestError | None:
-    """The error, where a finish reason is that of one."""
+    """The error that a finish reason carries, if any."""
     if not finish_reason.startswith("error "):
         return None
     _, code, message = finish_reason.split(" ", 2)

@@ -1,7 +1,7 @@
-"""The second door as Triton Server's Python backend loads it: a process that only passes on.
+"""The relay model for TensorRT-LLM's contract, as Triton Server's Python backend loads it.
 
-Each request has a thread here, since BLS can only wait. Nothing limits them: the main model
-refuses at once what is too much for it.
+Each request has a thread here, since a BLS call blocks. Their number is not limited: the main model
+refuses excess requests at once.
 """
 
 import json
@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
 
 from tritium.backend.errors import InvalidArgument, RequestError, Unavailable
 from tritium.backend.trtllm import handover
@@ -28,11 +28,11 @@ _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 class TritonPythonModel:
-    """What Triton Server's Python backend calls."""
+    """The class that Triton Server's Python backend calls."""
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
-        """Add what config.pbtxt does not say: tensors, batch dimension, decoupled responses."""
+        """Add what config.pbtxt omits: tensors, batch dimension, decoupled responses."""
         config = auto_complete_model_config
         for name, data_type, dims in INPUTS:
             config.add_input({"name": name, "data_type": data_type, "dims": dims, "optional": True})
@@ -45,7 +45,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         parameters = json.loads(args["model_config"])["parameters"]
         if "model" not in parameters:
-            raise ValueError("config.pbtxt: parameter 'model' is missing (the model that answers)")
+            raise ValueError("config.pbtxt: parameter 'model' is missing (the main model's name)")
         self._main_model = parameters["model"]["string_value"]
         self._live: set[_Relay] = set()
         self._stopping = threading.Event()
@@ -60,9 +60,9 @@ class TritonPythonModel:
                 translation = translate(inputs, request.parameters())
                 self._live.add(relay)
                 threading.Thread(target=self._run, args=(relay, translation), daemon=True).start()
-            except UnicodeDecodeError:  # over HTTP parameters may be any bytes
+            except UnicodeDecodeError:  # HTTP clients can send any bytes as parameters
                 relay.fail(InvalidArgument("request parameters: not valid UTF-8"))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 -- the request must get an answer
                 relay.fail(error)
 
     def finalize(self) -> None:
@@ -80,12 +80,12 @@ class TritonPythonModel:
             for relay in list(self._live):
                 try:
                     relay.cancel_if_client_did()
-                except Exception as error:  # of one request; this thread serves all
+                except Exception as error:  # noqa: BLE001 -- the thread serves all requests
                     pb_utils.Logger.log_error(f"a request could not be cancelled: {error!r}")
 
 
 class _Relay:
-    """Hands one request over to the main model and sends its responses on, and ends it once."""
+    """Passes one request to the main model and its responses to the client; ends exactly once."""
 
     def __init__(self, main_model: str, request: Any, with_error_code: bool) -> None:
         self._main_model = main_model
@@ -93,28 +93,29 @@ class _Relay:
         self._sender = request.get_response_sender()
         self._with_error_code = with_error_code
         self._id = handover.new_id()
-        self._arrived = False  # at the main model, whose first response is empty
+        self._arrived = False  # the main model has sent its first response, which is empty
         self._cancelling = False
         self._ended = False
-        self._lock = threading.Lock()  # once this has ended, nothing is asked of the sender
+        self._lock = threading.Lock()  # guards _ended; after the end the sender is not used
 
     def run(self, translation: Translation) -> None:
-        """Never raises."""
+        """Relay until the final response. Never raises."""
         try:
             for response in self._exec(self._id, translation):
-                if response.has_error():  # not the main model's, but of the way to it
+                if response.has_error():  # from BLS; the main model's errors are finish reasons
                     gone = not pb_utils.is_model_ready(self._main_model)
                     self.fail((Unavailable if gone else RequestError)(response.error().message()))
                 elif outputs := {t.name(): t.as_numpy() for t in response.output_tensors()}:
                     self._send_on(outputs, translation)
                 else:
                     self._arrived = True
-            self.fail(Unavailable(f"the model '{self._main_model}' broke off"))  # if not ended
-        except Exception as error:
+            # No effect after a final response.
+            self.fail(Unavailable(f"the model '{self._main_model}' broke off"))
+        except Exception as error:  # noqa: BLE001 -- the request must get an answer
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """End with an error, unless this has ended."""
+        """End with an error, unless the request has ended."""
         if not isinstance(error, RequestError):
             pb_utils.Logger.log_error(f"a request failed: {error!r}")
             error = RequestError(f"internal error: {error!r}")
@@ -132,7 +133,7 @@ class _Relay:
         for _ in self._exec(handover.cancel(self._id)):
             pass
 
-    def _send_on(self, outputs: dict[str, np.ndarray], translation: Translation) -> None:
+    def _send_on(self, outputs: dict[str, NDArray[Any]], translation: Translation) -> None:
         finish_reason = outputs["finish_reason"].item().decode()
         if error := handover.read_error(finish_reason):
             self.fail(type(error)(translation.with_own_names(str(error))))
@@ -147,11 +148,13 @@ class _Relay:
                 self._sender.send(response, flags=_FINAL if final else 0)
 
     def _exec(self, request_id: str, translation: Translation | None = None) -> Iterator[Any]:
-        """The main model's responses to a request, which is empty where it only is an id."""
-        return pb_utils.InferenceRequest(
+        """The main model's responses; without a translation, to a request that has only an id."""
+        request = pb_utils.InferenceRequest(
             model_name=self._main_model,
             request_id=request_id,
             inputs=[pb_utils.Tensor(*i) for i in translation.inputs.items()] if translation else [],
             requested_output_names=translation.outputs if translation else ["text_output"],
             timeout=self._timeout,
-        ).exec(decoupled=True)
+        )
+        responses: Iterator[Any] = request.exec(decoupled=True)
+        return responses

@@ -142,7 +142,7 @@ def test_it_goes_on_in_the_old_file_while_no_new_one_can_be_made(tmp_path, caplo
     with monkeypatch.context() as broken:
         broken.setattr("tritium.backend.accounts.ledger._statements", lambda: ["CREATE TABLE no"])
         now[0] += 3601
-        until(lambda: "no new file can be begun" in caplog.text)
+        until(lambda: "no new file can be created" in caplog.text)
         ledger.add(ROW)
         until(lambda: len(rows(first, "requests")) == 1)
     assert [path.name for path in tmp_path.glob("*.*") if "-" not in path.suffix] == [first.name]
