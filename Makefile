@@ -15,7 +15,7 @@ CORES := $(shell nproc)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup clients serve test check lint format test-aiperf bench bench-front bench-peers peers pressure loadtest \
-	soak tune gains roundtrip gpu-check roofline cpu-steps quality kernel-table packages core-lines hooks clean
+	soak tune gains roundtrip gpu-check roofline cpu-steps quality pages core-lines hooks clean
 
 help: ## this list
 	@echo "make TARGET [ARGS=\"more arguments\"]"
@@ -167,10 +167,8 @@ quality: setup ## what int8 and int4 weights do to answers
 
 # -- generated parts of the docs --
 
-kernel-table: setup ## the table of docs/kernels.md
+pages: setup ## the generated tables of docs/
 	$(TRITIUM) benchmark pages
-
-packages: setup ## the table and arrows of docs/design.md
 	$(PY) -m tests.architecture --write
 
 CORE := backend/engine backend/errors.py backend/runner/model_runner.py backend/runner/cuda_graphs.py \

@@ -89,157 +89,189 @@ class EngineConfig(BaseModel):
         description="Hugging Face directory, GGUF file, or package:<Python package>/<file in it>"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto: bfloat16 where the device has it, else float32"
+        "auto",
+        description="float32, bfloat16 or float16; auto: bfloat16 where the device has it (a CPU "
+        "needs AVX2 and a C compiler), else float32",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto: the GPU of the model instance where there is one, else the CPU"
+        "auto",
+        description="cpu or cuda; auto: the GPU of the model instance if there "
+        "is one, else the CPU",
     )
     cpu_threads: int | None = Field(
         None,
         ge=1,
-        description="threads of arithmetic on CPU; default: OMP_NUM_THREADS, or all cores",
+        description="threads for arithmetic on CPU; default: OMP_NUM_THREADS, or all cores",
     )
     max_model_len: int | None = Field(
-        None, ge=2, description="tokens of prompt and answer together; default: the model's"
+        None, ge=2, description="limit of prompt tokens plus output tokens; default: the model's"
     )
-    max_num_seqs: int = Field(64, ge=1, description="requests that run at once")
+    max_num_seqs: int = Field(64, ge=1, description="sequences that run at the same time")
     max_num_batched_tokens: int = Field(
-        512, ge=1, description="tokens that one step computes, prompts and answers together"
+        512,
+        ge=1,
+        description="tokens that one step computes: a small budget gives steadier streams, a large "
+        "one faster prefill",
     )
     max_output_tokens: int = Field(
-        2048, ge=1, description="the server's cap on an answer's tokens, whatever max_tokens says"
+        2048,
+        ge=1,
+        description="limit of an answer's tokens, even if the request's max_tokens is larger",
     )
-    default_max_tokens: int = Field(16, ge=1, description="max_tokens of requests without it")
+    default_max_tokens: int = Field(
+        16, ge=1, description="max_tokens of requests that do not set it"
+    )
     max_queue_size: int = Field(
         256,
         ge=0,
-        description="requests of a class that may wait beyond those that can run; more are refused",
+        description="requests per class that may wait beyond the max_num_seqs that can run; further"
+        " requests are refused",
     )
     max_queue_tokens: int = Field(
         1_000_000,
         ge=1,
-        description="while so many prompt tokens of a class wait, its requests are refused",
+        description="requests of a class are refused while this many of its prompt tokens wait",
     )
     max_queue_delay_ms: int = Field(
         60_000,
         ge=1,
-        description="how long an interactive request may wait; refused where the queue is slower",
+        description="longest time that an interactive request may wait; it is refused at once if "
+        "the queue is slower",
     )
     max_request_seconds: float = Field(
-        3600.0, gt=0, description="how long a request may take, waiting and running"
+        3600.0, gt=0, description="longest time that a request may take, waiting and running"
     )
     max_preemptions: int = Field(
         3,
         ge=0,
-        description="how often a request may give its KV blocks to others and be recomputed; then "
-        "it runs only with all the blocks promised that it can need",
+        description="how often a request may be preempted and recomputed; after that it runs only "
+        "with all the KV blocks reserved that it can need; 0: always",
     )
     reserve_blocks_per_seq: int = Field(
         1,
         ge=0,
-        description="KV blocks that admission leaves free for each request that runs, so that it "
-        "can grow",
+        description="KV blocks per running sequence that admission leaves free, so that running "
+        "sequences can grow",
     )
     max_bypasses: int = Field(
         16,
         ge=0,
-        description="how many may be admitted before one that came first but does not fit into "
-        "the KV cache yet",
+        description="how many later requests may be admitted before one that does not fit into the "
+        "KV cache yet",
     )
     ageing_seconds: float = Field(
         30.0,
         ge=0,
-        description="after which a request that waits goes before all others, whatever its class "
-        "and priority, in an eighth of the places",
+        description="waiting time after which a request goes before all others, whatever its class "
+        "and priority, in at most an eighth of the slots",
     )
-    block_size: int = Field(16, ge=1, description="tokens in a block of the KV cache")
+    block_size: int = Field(
+        16, ge=1, description="tokens per block of the KV cache; a power of two"
+    )
     kv_cache_memory: Annotated[int, BeforeValidator(_parse_bytes)] | None = Field(
-        None, description="bytes of the KV cache, as 1073741824, 512MiB or 2GB"
+        None, description="size of the KV cache: 1073741824, 512MiB or 2GB"
     )
     kv_cache_memory_fraction: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="where kv_cache_memory is not set: share of what is free beside weights and "
-        "the largest step; default: 0.9 on a GPU, 0.5 on CPU",
+        description="used if kv_cache_memory is not set: share of the memory left by the weights "
+        "and the largest step; default: 0.9 on a GPU, 0.5 on a CPU",
     )
     kv_cache_dtype: Literal["auto", "fp8", "int8"] = Field(
-        "auto", description="auto: the model's; fp8 (e4m3, GPUs from Ada on) and int8 take half"
+        "auto",
+        description="auto: the model's dtype; fp8 (e4m3, GPUs from Ada on) and int8 take half the "
+        "memory of 16 bits",
     )
     cuda_graphs: bool = Field(
-        True, description="whether steps that only decode replay CUDA graphs on a GPU"
+        True, description="on a GPU, replay CUDA graphs for steps that only decode"
     )
     batch_invariant: bool = Field(
         False,
-        description="whether an answer is the same to the bit in any company, on a GPU at a cost; "
-        "on CPU, in bfloat16 by kernels/cpu/ops.c, it always is",
+        description="an answer is identical to the bit whatever else runs; on a GPU at a cost in "
+        "speed that is not measured yet, and without lora_modules; on a CPU free, but "
+        "only in bfloat16",
     )
     quantization: Literal["none", "int8", "int4"] = Field(
         "none",
-        description="int8, int4: weights are rounded to so many bits when they are loaded (rows, "
-        "groups of 32), and computed in bfloat16; on CPUs with AVX2",
+        description="int8 or int4: weights are rounded when they are loaded and computed in "
+        "bfloat16; only on CPUs with AVX2; docs/results.md shows the effect on answers",
     )
     repetition_detection: Annotated[RepetitionDetection | None, BeforeValidator(_parse_json)] = (
         Field(
             None,
-            description="loop guard of requests that name none (nor ignore_eos), as JSON: an "
-            "answer ends when a pattern of up to max_pattern_size tokens comes min_count times",
+            description="loop guard for requests that set neither this nor "
+            "ignore_eos, as JSON with "
+            'vLLM\'s names: {"max_pattern_size": 64, "min_count": 16} ends an answer when a '
+            "pattern of up to 64 tokens repeats 16 times",
         )
     )
-    trim_blanks: bool = Field(
-        False, description="whether blanks at the end of an answer are left out"
-    )
+    trim_blanks: bool = Field(False, description="remove white space at the end of an answer")
     lora_modules: Annotated[dict[_Name, _Name], BeforeValidator(_parse_json)] = Field(
         {},
-        description="LoRA adapters that requests may name (lora_name), as JSON: "
-        '{"<name>": "<directory with PEFT\'s adapter_config.json and adapter_model.safetensors>"}',
+        description='LoRA adapters that requests may select with lora_name, as JSON: {"<name>": '
+        '"<directory saved by PEFT>"}',
     )
     speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(_parse_json)] = Field(
         None,
-        description="speculative decoding by prompt lookup, as JSON with vLLM's names: "
-        '{"method": "ngram", "num_speculative_tokens": 8}; default: none',
+        description="speculative decoding by prompt lookup, as JSON with vLLM's names and "
+        'by_default; the defaults are {"method": "ngram", "num_speculative_tokens": 8, '
+        '"prompt_lookup_min": 3, "prompt_lookup_max": 5, "disable_by_batch_size": 32, '
+        '"by_default": true}; answers stay the same',
     )
     prefix_cache: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="reuse of computed prefixes; auto: where enough of the prompts could be reused",
+        description="reuse of computed prompt prefixes within one cache_salt: on, off, or auto: on "
+        "while a fifth of the prompts' tokens could be reused",
     )
     prefix_cache_scope: Literal["line", "shared"] = Field(
         "line",
-        description="whose prompts are measured and reused together: one business line's, or all",
+        description="line: prefixes are shared within one business line, and auto decides per line;"
+        " shared: among all requests",
     )
     business_lines: Annotated[list[_LineName], BeforeValidator(_parse_json)] = Field(
         [],
-        description='those that metrics tell apart, as JSON: ["search", "ads"]; all others '
-        "are counted as 'other'",
+        description='business lines that metrics show, as JSON: ["search", "ads"]; all others are '
+        "counted as other",
     )
     price_per_hour: float | None = Field(
-        None, ge=0, description="of the device; where set, a request's usage has its cost"
+        None, ge=0, description="price of the device; if set, a request's usage contains its cost"
     )
     ledger_path: Path | None = Field(
-        None, description="directory of the ledger's files; default: there is no ledger"
+        None,
+        description="directory of the ledger, which keeps one row per request for bills; default: "
+        "no ledger",
     )
     ledger_rotate_hours: float = Field(
-        24.0, gt=0, description="how long a file of the ledger is written to"
+        24.0, gt=0, description="time after which a new ledger file is begun"
     )
     ledger_retention_days: float = Field(
-        90.0, gt=0, description="how long a file of the ledger is kept after its last row"
+        90.0, gt=0, description="time that a ledger file is kept after its last row"
     )
     log_format: Literal["text", "json"] = Field(
-        "text", description="json: a log line is one JSON object, and each request is one line"
+        "text",
+        description="json: each log line is a JSON object, and each request that ends is one line",
     )
     trace_path: Path | None = Field(
-        None, description="file to which lengths, times and block hashes of requests are written"
+        None,
+        description="file that records lengths, times and salted block hashes of each request, "
+        "never its text; default: no trace",
     )
     trace_max_size: Annotated[int, BeforeValidator(_parse_bytes)] = Field(
-        2**30, ge=2**16, description="bytes of that file and of older ones; the oldest go"
+        2**30,
+        ge=2**16,
+        description="size of that file and its predecessors (.1, .2, ...) together; the oldest are "
+        "deleted",
     )
     drain_seconds: float = Field(
-        10.0, ge=0, description="how long running requests may go on when the model is unloaded"
+        10.0,
+        ge=0,
+        description="how long running and queued requests may continue when the model is unloaded",
     )
     exit_on_crash: bool = Field(
         True,
-        description="whether Triton Server is ended when this model's process is killed, since it "
-        "would leave clients waiting",
+        description="end Triton Server if this model's process is killed; false if the server has "
+        "other models that must go on",
     )
 
     @model_validator(mode="after")

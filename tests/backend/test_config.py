@@ -8,6 +8,7 @@ from tritonclient.grpc import model_config_pb2
 
 from tests.helpers import ROOT
 from tritium.backend.config import ConfigError, EngineConfig, RepetitionDetection, SpeculativeConfig
+from tritium.benchmarks import pages
 
 
 def read(**values: str) -> EngineConfig:
@@ -197,7 +198,7 @@ def test_the_block_size_is_a_power_of_two():
 
 
 def test_a_configuration_does_not_change():
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="frozen"):
         read().max_num_seqs = 5
 
 
@@ -210,3 +211,9 @@ def test_the_profiles_are_right(name):
     )
     assert (config.max_num_batched_tokens > 512) is (name != "config.pbtxt")
     assert (profile.name, profile.model_transaction_policy.decoupled) == ("smollm2", True)
+
+
+def test_the_page_has_every_parameter_with_its_default_and_its_shipped_value():
+    """Where it doesn't: `make pages`."""
+    page = pages.PARTS["configuration"].page.read_text(encoding="utf-8")
+    assert pages.replaced(page, "configuration", pages.configuration_table()) == page

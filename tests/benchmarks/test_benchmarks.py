@@ -74,7 +74,7 @@ def test_a_step_of_256_sequences_waits_for_the_tensor_cores():
 
 
 def test_the_page_holds_the_roofline():
-    page = pages.PAGE.read_text(encoding="utf-8")
+    page = (pages.ROOT / "docs/kernels.md").read_text(encoding="utf-8")
     assert pages.replaced(page, "roofline", "\n\n".join(roofline.report(1024, H200))) == page
 
 
