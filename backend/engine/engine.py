@@ -180,6 +180,8 @@ class Engine:
         num_tokens = sum(scheduled.num_new_tokens for scheduled in batch)
         try:
             read = self._runner.launch(batch)
+            step = StepInFlight(batch, self._busy_time.shares(batch), read)
+            self.scheduler.advance(batch)
         except BaseException as error:  # noqa: BLE001 -- raised by _read()
             if not isinstance(error, OutOfMemory) or not self.scheduler.retreat(batch):
                 return StepInFlight(batch, error=error)
@@ -189,8 +191,6 @@ class Engine:
                 f"trying at most {self.scheduler.token_budget}: {error}"
             )
             return None
-        step = StepInFlight(batch, self._busy_time.shares(batch), read)
-        self.scheduler.advance(batch)
         self._num_steps += 1
         self._num_computed_tokens += num_tokens
         return step
@@ -427,7 +427,7 @@ class Engine:
             self._end_all()
 
     def _wait_for_work(self) -> bool:
-        """False: the engine was stopped."""
+        """Wait until there is something to do. False: the engine was stopped."""
         with self._wake:
             self._wake.wait_for(
                 lambda: not self._thread or self._inbox or self.scheduler.has_unfinished()
