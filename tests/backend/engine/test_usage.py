@@ -266,7 +266,7 @@ def test_recomputing_after_preemption_is_not_billed():
     assert victim.num_preemptions == 1
     assert victim.recompute_ns > 0
     assert bench.engine.totals().preemption == victim.recompute_ns
-    # A decode step of one sequence costs 1,000, and 500 each if two share it; none is charged twice.
+    # A decode step of one sequence costs 1,000, one of two costs 500 each; none is charged twice.
     assert victim.decode_ns <= 7000
 
 
