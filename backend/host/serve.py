@@ -1,16 +1,18 @@
-"""Finds a Triton Server, lays out its folders, and runs it: `tritium serve`.
+"""Runs Triton Server with a model repository: `tritium serve`.
 
-A `tritonserver` on PATH (the container) is used as it is. Elsewhere the binaries come from the
-PyPI package nvidia-pytriton, whose Python backend needs its stub beside it and the shared library
-of the very Python that runs this.
+Uses the `tritonserver` on PATH if there is one, as in the container. Otherwise the binaries come
+from the PyPI package nvidia-pytriton. Its Python backend needs the stub for this Python version in
+its own folder, and the shared library of the Python that runs this file.
 """
 
 import argparse
 import ctypes
 import importlib.util
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -23,24 +25,24 @@ from typing import Any
 
 import tritium
 
-PACKAGE = Path(tritium.__file__).parent
+PACKAGE = Path(tritium.__file__).parent  # the installed package, or tritium/ of the source tree
 _DRAIN_SECONDS = 30  # Triton Server's default --exit-timeout-secs
 
 
 class SetupError(RuntimeError):
-    """Something that the server needs is missing; the message says how to get it."""
+    """The server can't start, or has ended; the message says what to do."""
 
 
 @dataclass
 class TritonServer:
-    """A Triton Server process; a context manager that has it ready inside and gone after.
+    """A Triton Server process. As a context manager: started and ready on entry, stopped on exit.
 
     Args:
-        model_repository: Folder of models.
-        http_port, grpc_port, metrics_port: Where it listens.
-        arguments: More arguments for tritonserver.
-        environment: More environment variables.
-        log: Where its output goes; None: to this process's own.
+        model_repository: The folder of models.
+        http_port, grpc_port, metrics_port: The ports to listen on.
+        arguments: Additional arguments for tritonserver.
+        environment: Additional environment variables.
+        log: A file for the server's output; None: this process's output.
     """
 
     model_repository: Path = PACKAGE / "model_repository"
@@ -50,10 +52,16 @@ class TritonServer:
     arguments: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     log: Any = None
-    process: subprocess.Popen | None = field(default=None, init=False)
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def start(self) -> None:
-        """Start the process; `wait_until_ready` tells when it serves."""
+        """Start the process without waiting until it is ready.
+
+        Raises:
+            SetupError: something that the server needs is missing, or a port is in use.
+        """
+        for kind in ("http", "grpc", "metrics"):
+            _check_port_is_free(kind, getattr(self, f"{kind}_port"))
         command, environment = _command_and_environment()
         command += [
             f"--model-repository={self.model_repository}",
@@ -62,8 +70,8 @@ class TritonServer:
             f"--metrics-port={self.metrics_port}",
             *self.arguments,
         ]
-        # In a session of its own: Ctrl-C reaches it once, through stop(), and stop() finds
-        # all of its processes.
+        # In its own session, so that Ctrl-C reaches it only through stop(), and stop() can kill all
+        # of its processes.
         self.process = subprocess.Popen(
             command,
             env={**environment, **self.environment},
@@ -74,11 +82,14 @@ class TritonServer:
         )
 
     def wait_until_ready(self, timeout: float) -> None:
-        """Block until the server answers that it and its models are ready.
+        """Block until the server reports that it and its models are ready.
+
+        Args:
+            timeout: In seconds.
 
         Raises:
-            SetupError: it ended before.
-            TimeoutError: it took longer.
+            SetupError: the server's process has ended.
+            TimeoutError: the server was not ready in time.
         """
         assert self.process
         deadline = time.monotonic() + timeout
@@ -96,8 +107,22 @@ class TritonServer:
                 time.sleep(0.1)
         raise TimeoutError(f"tritonserver was not ready within {timeout:.0f} s")
 
+    def ready_models(self) -> list[str]:
+        """The names of the models that are ready; none if the server does not tell."""
+        url = f"http://localhost:{self.http_port}/v2/repository/index"
+        try:
+            with urllib.request.urlopen(url, data=b"", timeout=10) as response:
+                index = json.load(response)
+        except urllib.error.URLError:  # restricted by an argument of tritonserver
+            return []
+        return sorted({model["name"] for model in index if model.get("state") == "READY"})
+
     def stop(self, timeout: float = _DRAIN_SECONDS + 15) -> int:
-        """Drain and end the server, and whatever is left of its processes; its exit code."""
+        """Let the server drain and exit, then kill its remaining processes.
+
+        Returns:
+            The server's exit code; -SIGKILL if it did not exit within `timeout` seconds.
+        """
         assert self.process
         try:
             self.process.terminate()
@@ -124,25 +149,35 @@ class TritonServer:
         self.stop()
 
 
+def _check_port_is_free(kind: str, port: int) -> None:
+    # Another server there would answer the readiness check in this one's place.
+    try:
+        with socket.create_connection(("localhost", port), timeout=2):
+            pass
+    except OSError:
+        return
+    raise SetupError(f"port {port} is in use; choose another one with --{kind}-port")
+
+
 def _end_with_parent() -> None:
-    """In the child: be told to stop when this process ends, however it ends."""
+    """In the child process: receive SIGTERM when the parent ends, in whatever way."""
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _command_and_environment() -> tuple[list[str], dict[str, str]]:
-    """The command that starts a Triton Server, without its arguments, and its environment."""
+    """The command that starts Triton Server, without its arguments, and its environment."""
     environment = dict(os.environ)
     environment.setdefault("LC_CTYPE", "C.UTF-8")  # the stub sets no locale
-    # The stub takes the packages of the first python3 on PATH.
+    # The stub uses the packages of the first python3 on PATH.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     if on_path := shutil.which("tritonserver"):
         return [on_path], environment
     package = importlib.util.find_spec("pytriton")
     if package is None or not package.submodule_search_locations:
         raise SetupError(
-            "no tritonserver on PATH and no package nvidia-pytriton, which carries one; "
-            "run `make setup`"
+            "there is neither a tritonserver on PATH nor the package nvidia-pytriton, which "
+            "contains one; run `make setup`"
         )
     pytriton = Path(package.submodule_search_locations[0])
     libraries = [_libpython_folder(), pytriton.parent / "nvidia_pytriton.libs"]
@@ -153,14 +188,14 @@ def _command_and_environment() -> tuple[list[str], dict[str, str]]:
 
 
 def _lay_out_backends(server: Path) -> Path:
-    """A folder of backends: the Python backend with this Python's stub beside it, and Tritium."""
+    """A folder with two backends: Python, with the stub for this Python version, and Tritium."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = server / "python_backend_stubs" / version / "triton_python_backend_stub"
     if not stub.exists():
         known = ", ".join(sorted(path.name for path in stub.parents[1].iterdir()))
         raise SetupError(
             f"this Triton Server has no stub for Python {version}, only for {known}; "
-            "make the environment with one of these (make setup PYTHON=python3.11)"
+            "create the environment with one of these (make setup PYTHON=python3.11)"
         )
     backends = Path(sys.prefix) / "tritonserver" / "backends"
     python = backends / "python"
@@ -175,7 +210,7 @@ def _lay_out_backends(server: Path) -> Path:
 
 
 def _libpython_folder() -> Path:
-    """Where the shared library of the running Python is."""
+    """The folder that has the shared library of the running Python."""
     name = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
     libdir = Path(sysconfig.get_config_var("LIBDIR"))
     folders = [libdir, libdir / str(sysconfig.get_config_var("MULTIARCH"))]
@@ -190,26 +225,54 @@ def _libpython_folder() -> Path:
     )
 
 
-def _print_what_to_try(server: TritonServer) -> None:
-    print(
-        f"""
-Ready. To try:
-  curl -N localhost:{server.http_port}/v2/models/smollm2/generate_stream -d \
+def _greeting(server: TritonServer, models: list[str]) -> str:
+    """What `tritium serve` prints once the server is ready: its models, and commands to try."""
+    if not models:
+        return f"\nReady at localhost:{server.http_port}.\n"
+    model = "smollm2" if "smollm2" in models else models[0]
+    program = Path(sys.executable).with_name("tritium")
+    tritium = os.path.relpath(program) if program.exists() else "python -m tritium"
+    client = "" if server.grpc_port == 8001 else f" --url localhost:{server.grpc_port}"
+    client += "" if model == "smollm2" else f" --model {model}"
+    return f"""
+Ready. Models: {", ".join(models)}. To try:
+  {tritium} chat{client}
+  {tritium} generate{client} --temperature 0 "What is the capital of France?"
+  curl -N localhost:{server.http_port}/v2/models/{model}/generate_stream -d \
 '{{"text_input": "The capital of France is", "stream": true, "max_tokens": 32, "temperature": 0}}'
-  {Path(sys.executable).parent.parent.name}/bin/tritium chat --url localhost:{server.grpc_port}
   curl localhost:{server.metrics_port}/metrics
-""",
-        flush=True,
-    )
+"""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tritium serve", description=__doc__)
-    parser.add_argument("--model-repository", type=Path, default=PACKAGE / "model_repository")
-    parser.add_argument("--http-port", type=int, default=8000)
-    parser.add_argument("--grpc-port", type=int, default=8001)
-    parser.add_argument("--metrics-port", type=int, default=8002)
-    parser.add_argument("arguments", nargs="*", help="more arguments for tritonserver, after --")
+    """Run the server until it ends or is interrupted; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="tritium serve",
+        description="Run Triton Server with a model repository.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--model-repository",
+        type=Path,
+        default=PACKAGE / "model_repository",
+        metavar="FOLDER",
+        help="the folder of models",
+    )
+    for name, port, kind in (
+        ("http", 8000, "HTTP"),
+        ("grpc", 8001, "gRPC"),
+        ("metrics", 8002, "metrics"),
+    ):
+        parser.add_argument(
+            f"--{name}-port", type=int, default=port, metavar="PORT", help=f"port for {kind}"
+        )
+    parser.add_argument(
+        "arguments",
+        nargs="*",
+        default=argparse.SUPPRESS,
+        metavar="ARGUMENT",
+        help="after --: additional arguments for tritonserver",
+    )
     options = parser.parse_args(arguments)
 
     def interrupt(*_: object) -> None:
@@ -221,14 +284,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         server.start()
         server.wait_until_ready(timeout=600)
-        _print_what_to_try(server)
+        print(_greeting(server, server.ready_models()), flush=True)
         assert server.process
         return server.process.wait()
     except (SetupError, TimeoutError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nStopping: requests in flight may end first (again to stop at once)", flush=True)
+        print("\nStopping after the running requests (press Ctrl-C again to stop now)", flush=True)
         return 0
     finally:
         if server.process:
