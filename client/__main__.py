@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     server.add_argument("--timeout", type=float, metavar="S", help="seconds for a whole answer")
     sampling = common.add_argument_group("sampling")
     sampling.add_argument("--max-tokens", type=int, default=256, help="default: %(default)s")
-    sampling.add_argument("--temperature", type=float)
+    sampling.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
     sampling.add_argument("--top-p", type=float)
     sampling.add_argument("--seed", type=int)
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
