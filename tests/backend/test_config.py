@@ -24,7 +24,7 @@ def refusal(**values: str) -> str:
     return str(refused.value)
 
 
-def test_every_default_protects_the_server():
+def test_defaults_protect_the_server():
     config = read()
     assert config.model == "some/model"
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (64, 512)
@@ -135,7 +135,7 @@ def test_memory(text, num_bytes):
         ("drain_seconds", "-1", "greater than or equal to 0"),
     ],
 )
-def test_bad_values_are_named_with_what_is_allowed(name, text, allowed):
+def test_error_names_the_bad_value_and_what_is_allowed(name, text, allowed):
     message = refusal(**{name: text})
     assert message.startswith(f"config.pbtxt: parameter '{name}' can't be {text!r}. ")
     assert allowed in message
@@ -159,28 +159,28 @@ def test_bad_values_are_named_with_what_is_allowed(name, text, allowed):
         ),
     ],
 )
-def test_wrong_parts_are_named_too(name, text, wrong, allowed):
+def test_error_names_the_bad_part(name, text, wrong, allowed):
     message = refusal(**{name: text})
     assert message.startswith(f"config.pbtxt: parameter '{name}' can't be {wrong}. ")
     assert allowed in message
 
 
-def test_an_unknown_parameter_is_named_with_the_known_ones():
+def test_error_for_an_unknown_parameter_lists_the_known_ones():
     message = refusal(max_num_seq="4")
     assert message.startswith("config.pbtxt: unknown parameter 'max_num_seq'; known are: ")
     assert "max_num_seqs" in message
 
 
-def test_names_in_capitals_are_the_server_s():
+def test_names_in_capitals_are_ignored():
     assert read(EXECUTION_ENV_PATH="/x", FORCE_CPU_ONLY_INPUT_TENSORS="yes") == read()
 
 
-def test_a_model_is_needed():
+def test_model_is_required():
     with pytest.raises(ConfigError, match=r"parameter 'model' is missing .*GGUF"):
         EngineConfig.from_parameters({})
 
 
-def test_the_budget_must_let_every_running_request_move_on():
+def test_token_budget_must_cover_every_running_sequence():
     assert refusal(max_num_seqs="64", max_num_batched_tokens="63") == (
         "config.pbtxt: max_num_batched_tokens (63) must be at least max_num_seqs (64), "
         "so that each running request can move on"
@@ -188,22 +188,22 @@ def test_the_budget_must_let_every_running_request_move_on():
     assert read(max_num_seqs="64", max_num_batched_tokens="64").max_num_seqs == 64
 
 
-def test_adapters_depend_on_the_batch():
+def test_batch_invariance_excludes_adapters():
     message = refusal(batch_invariant="true", lora_modules='{"one": "/one"}')
     assert message.startswith("config.pbtxt: batch_invariant can't be true beside lora_modules")
 
 
-def test_the_block_size_is_a_power_of_two():
+def test_block_size_is_a_power_of_two():
     assert refusal(block_size="24") == "config.pbtxt: block_size (24) must be a power of two"
 
 
-def test_a_configuration_does_not_change():
+def test_configuration_is_immutable():
     with pytest.raises(ValueError, match="frozen"):
         read().max_num_seqs = 5
 
 
 @pytest.mark.parametrize("name", ["config.pbtxt", "configs/offline.pbtxt"])
-def test_the_profiles_are_right(name):
+def test_profiles_are_valid(name):
     text = (ROOT / "model_repository/smollm2" / name).read_text()
     profile = text_format.Parse(text, model_config_pb2.ModelConfig())
     config = EngineConfig.from_parameters(

@@ -1,4 +1,4 @@
-"""Bills: when a request's row is written, and what totals say of those that are not."""
+"""Bills: when a request's row is written, and what totals say about unwritten ones."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ TOTALS = DeviceTotals(
 
 
 class Kept:
-    """A ledger and metrics that keep what they are told."""
+    """A ledger and metrics that record their calls."""
 
     server = "s"
 
@@ -62,7 +62,7 @@ def open_bill(billing: Billing, *engine_ids: int) -> Bill:
 
 
 @pytest.mark.parametrize("engine_first", [True, False])
-def test_a_row_is_written_when_both_are_done(billing, kept, engine_first):
+def test_row_is_written_when_front_and_engine_are_done(billing, kept, engine_first):
     bill = open_bill(billing, 7)
     steps = [lambda: billing.engine_ended(ended(7)), lambda: billing.close(bill, "length", ANSWERS)]
     first, second = steps if engine_first else steps[::-1]
@@ -75,7 +75,7 @@ def test_a_row_is_written_when_both_are_done(billing, kept, engine_first):
     assert (row.prefill_ns, row.decode_ns, row.output_tokens) == (10, 20, 5)
 
 
-def test_several_answers_are_one_row(billing, kept):
+def test_several_answers_make_one_row(billing, kept):
     bill = open_bill(billing, 7, 8)
     billing.engine_ended(ended(7))
     billing.close(bill, "stop", ANSWERS)
@@ -86,7 +86,7 @@ def test_several_answers_are_one_row(billing, kept):
     assert row.preemptions == billing.usage(bill)["preemptions"] == 2
 
 
-def test_who_was_refused_has_a_row(billing, kept):
+def test_refused_request_has_a_row(billing, kept):
     billing.close(billing.open("r"), "invalid_arg")
     withdrawn = open_bill(billing, 7)
     billing.withdrawn(withdrawn)
@@ -95,7 +95,7 @@ def test_who_was_refused_has_a_row(billing, kept):
     assert [row.busy_ns for row in kept.rows] == [0, 0]
 
 
-def test_totals_know_what_has_no_row_yet(billing, kept):
+def test_totals_include_bills_without_a_row(billing, kept):
     bill = open_bill(billing, 7)
     billing.engine_ended(ended(7))
     billing.totals(TOTALS)
@@ -107,7 +107,7 @@ def test_totals_know_what_has_no_row_yet(billing, kept):
     assert kept.totals == [TOTALS, TOTALS]
 
 
-def test_usage_has_what_the_engine_measured(billing):
+def test_usage_joins_front_and_engine(billing):
     bill = open_bill(billing, 7)
     billing.engine_ended(ended(7, decode_ns=1_990_000_000 - 10))
     billing.close(bill, "length", ANSWERS)
@@ -131,13 +131,13 @@ def test_usage_has_what_the_engine_measured(billing):
     assert Billing(Kept()).usage(bill)["cost"] is None
 
 
-def test_an_output_that_nobody_knows_is_told(billing, kept, caplog):
+def test_output_without_a_bill_is_logged(billing, kept, caplog):
     billing.engine_ended(ended(99))
     assert "no bill for the engine's request 99" in caplog.text
     assert kept.rows == []
 
 
-def test_each_request_is_a_line_of_json(kept):
+def test_each_request_is_a_json_line(kept):
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append

@@ -1,4 +1,4 @@
-"""The ledger's files: what is written, by whom, and what is left after a crash."""
+"""The ledger's files: what is written, rotated and deleted, and what survives a crash."""
 
 import os
 import signal
@@ -55,7 +55,7 @@ def rows(path, table) -> list[dict]:
     return found
 
 
-def test_rows_are_written_as_they_came(tmp_path):
+def test_rows_are_written_in_order(tmp_path):
     ledger = make_ledger(tmp_path)
     ledger.add(ROW)
     ledger.add(TOTALS)
@@ -70,7 +70,7 @@ def test_rows_are_written_as_they_came(tmp_path):
     assert {first["server"], totals["server"], second["server"]} == {ledger.server}
 
 
-def test_a_row_is_there_once(tmp_path):
+def test_duplicate_row_is_written_once(tmp_path):
     ledger = make_ledger(tmp_path)
     for _ in range(2):
         ledger.add(ROW)
@@ -91,7 +91,7 @@ for i in range(10**9):
 """
 
 
-def test_a_kill_loses_at_most_the_last_second(tmp_path):
+def test_kill_loses_at_most_the_last_second(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE
     ) as writer:
@@ -105,10 +105,10 @@ def test_a_kill_loses_at_most_the_last_second(tmp_path):
     assert killed - found[-1]["arrival"] < 1
 
 
-def test_files_are_replaced_and_deleted_when_they_are_old(tmp_path):
+def test_old_files_are_rotated_and_deleted(tmp_path):
     now = [time.time()]
     old = tmp_path / "smollm2-20200101T000000Z-1-abcdef.ledger"
-    unfinished = old.with_suffix(".new")  # by a process that was killed
+    unfinished = old.with_suffix(".new")  # left by a killed process
     other = tmp_path / "smollm2-large-20200101T000000Z-1-abcdef.ledger"
     in_use = tmp_path / "smollm2-20200101T000000Z-2-abcdef.ledger"
     for path in (old, unfinished, other, in_use):
@@ -118,8 +118,8 @@ def test_files_are_replaced_and_deleted_when_they_are_old(tmp_path):
     ledger = make_ledger(tmp_path, rotate_hours=1.0, clock=lambda: now[0])
     assert not old.exists()
     assert not unfinished.exists()
-    assert other.exists()  # of another model
-    assert in_use.exists()  # its last rows are not in the file itself yet
+    assert other.exists()  # belongs to another model
+    assert in_use.exists()  # its last rows are still in the -wal file
     in_use.unlink()
     first = ledger.path
     ledger.add(ROW)
@@ -130,11 +130,11 @@ def test_files_are_replaced_and_deleted_when_they_are_old(tmp_path):
     ledger.close()
     assert [row["key"] for row in rows(first, "requests")] == ["s/0"]
     assert [row["key"] for row in rows(ledger.path, "requests")] == ["s/1"]
-    assert rows(first, "totals") == rows(ledger.path, "totals")  # where the new one begins
+    assert rows(first, "totals") == rows(ledger.path, "totals")  # copied to the new file
     assert len(list(tmp_path.glob("smollm2-2*.ledger"))) == 2
 
 
-def test_it_goes_on_in_the_old_file_while_no_new_one_can_be_made(tmp_path, caplog, monkeypatch):
+def test_old_file_is_kept_while_no_new_one_can_be_created(tmp_path, caplog, monkeypatch):
     now = [time.time()]
     ledger = make_ledger(tmp_path, rotate_hours=1.0, clock=lambda: now[0])
     first = ledger.path
@@ -153,7 +153,7 @@ def test_it_goes_on_in_the_old_file_while_no_new_one_can_be_made(tmp_path, caplo
     assert [row["key"] for row in rows(ledger.path, "requests")] == ["s/1"]
 
 
-def test_rows_wait_while_the_file_can_t_be_written(tmp_path, caplog):
+def test_rows_wait_while_the_file_is_locked(tmp_path, caplog):
     ledger = make_ledger(tmp_path)
     with sqlite3.connect(ledger.path, isolation_level=None) as blocker:
         blocker.execute("BEGIN IMMEDIATE")
@@ -165,11 +165,11 @@ def test_rows_wait_while_the_file_can_t_be_written(tmp_path, caplog):
     ledger.close()
 
 
-def test_a_directory_that_can_t_be_made(tmp_path):
+def test_directory_that_can_not_be_created(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         make_ledger(tmp_path / "file" / "ledger")
 
 
-def test_rows_are_plain():
+def test_rows_hold_plain_values():
     assert all(isinstance(value, int | float | str) for value in astuple(ROW))

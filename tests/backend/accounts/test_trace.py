@@ -1,4 +1,4 @@
-"""Capture of traffic: what is written, where, and what it costs when the disk fails."""
+"""Traffic capture: what is written, where, and what happens if the disk fails."""
 
 import json
 import threading
@@ -18,7 +18,7 @@ def written(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_equal_ids_are_equal_prefixes_under_one_salt_and_key():
+def test_equal_ids_mean_equal_prefixes_under_one_salt_and_key():
     prompt = list(range(100, 140))
 
     def ids(tokens, salt=b"a", key=b"k"):
@@ -35,7 +35,7 @@ def test_equal_ids_are_equal_prefixes_under_one_salt_and_key():
     assert max(ids(prompt)) < 2**53
 
 
-def test_rows_have_no_text_and_the_time_of_arrival(tmp_path):
+def test_rows_have_the_arrival_time_and_no_text(tmp_path):
     path = tmp_path / "trace.jsonl"
     writer = TraceWriter(path, 2**20, 16)
     writer.add(
@@ -43,7 +43,7 @@ def test_rows_have_no_text_and_the_time_of_arrival(tmp_path):
     )
     writer.close()
     rows = written(path)
-    assert [row["output_length"] for row in rows] == [5, 1]  # one a row of answers
+    assert [row["output_length"] for row in rows] == [5, 1]  # one row per answer with tokens
     assert rows[0].keys() == {
         *("timestamp", "input_length", "output_length", "hash_ids", "hash_block_size"),
         *("business_line", "request_class"),
@@ -52,7 +52,7 @@ def test_rows_have_no_text_and_the_time_of_arrival(tmp_path):
     assert rows[0]["timestamp"] == 1_700_000_000_123.457
 
 
-def test_what_was_captured_converts_in_the_order_of_arrival(tmp_path):
+def test_capture_converts_in_order_of_arrival(tmp_path):
     path, output = tmp_path / "trace.jsonl", tmp_path / "out"
     writer = TraceWriter(path, 2**20, 16)
     for arrival in (3.0, 1.0, 2.5):
@@ -63,7 +63,7 @@ def test_what_was_captured_converts_in_the_order_of_arrival(tmp_path):
     assert times == pytest.approx([0, 1500, 2000], abs=0.01)
 
 
-def test_the_oldest_files_go(tmp_path):
+def test_oldest_files_are_deleted(tmp_path):
     path = tmp_path / "trace.jsonl"
     writer = TraceWriter(path, 2**16, 16)
     for i in range(2000):
@@ -72,12 +72,12 @@ def test_the_oldest_files_go(tmp_path):
     files = list(tmp_path.iterdir())
     assert len(files) == 8
     assert sum(file.stat().st_size for file in files) <= 2**16
-    rows = [row for file in files for row in written(file)]  # each line is whole
+    rows = [row for file in files for row in written(file)]  # all lines are complete
     assert 300 < len(rows) < 2000
     assert max(row["timestamp"] for row in rows) - min(row["timestamp"] for row in rows) > 300_000
 
 
-def test_a_second_writer_goes_on_behind_the_first(tmp_path):
+def test_second_writer_appends(tmp_path):
     path = tmp_path / "trace.jsonl"
     for _ in range(2):
         writer = TraceWriter(path, 2**20, 16)
@@ -86,12 +86,12 @@ def test_a_second_writer_goes_on_behind_the_first(tmp_path):
     assert len(written(path)) == 2
 
 
-def test_no_such_folder(tmp_path):
+def test_missing_folder(tmp_path):
     with pytest.raises(OSError, match="No such file"):
         TraceWriter(tmp_path / "none" / "trace.jsonl", 2**20, 16)
 
 
-def test_a_disk_that_fails_or_hangs_stops_nobody(tmp_path, caplog):
+def test_failing_or_stalled_disk_blocks_nothing(tmp_path, caplog):
     writer = TraceWriter(tmp_path / "trace.jsonl", 2**20, 16)
     hanging = threading.Event()
 

@@ -1,4 +1,4 @@
-"""The text side of a request: what goes out, when, and with which numbers."""
+"""The text side of a request: which text is sent, when, and with which numbers."""
 
 import pytest
 
@@ -10,7 +10,7 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
 class FakeDetokenizer:
-    """Token i is the i-th piece."""
+    """A detokenizer whose token i is the i-th piece."""
 
     def __init__(self, pieces: list[str]) -> None:
         self._pieces = pieces
@@ -31,7 +31,7 @@ def tokens(*token_ids: int) -> list[SampledToken]:
 
 
 def deltas(pieces: list[str], reason=LENGTH, **changes) -> list[tuple[str, int, str | None]]:
-    """Each piece is a step's token: (text, tokens, finish reason) of what goes out."""
+    """(text, number of tokens, finish reason) of each delta, with one piece per step."""
     output = make_output(pieces, **changes)
     taken = []
     for i in range(len(pieces)):
@@ -47,11 +47,11 @@ def deltas(pieces: list[str], reason=LENGTH, **changes) -> list[tuple[str, int, 
 # -- deltas --
 
 
-def test_each_token_s_text_goes_out_at_once():
+def test_text_is_sent_with_its_token():
     assert deltas(["Hel", "lo", "!"]) == [("Hel", 1, None), ("lo", 1, None), ("!", 1, LENGTH)]
 
 
-def test_tokens_without_text_go_out_with_the_next_text():
+def test_tokens_without_text_are_sent_with_the_next_text():
     assert deltas(["a", "", "", "b", ""]) == [("a", 1, None), ("b", 3, None), ("", 1, LENGTH)]
 
 
@@ -59,11 +59,11 @@ def test_without_stream_everything_comes_at_the_end():
     assert deltas(["a", "b", "c"], stream=False) == [("abc", 3, LENGTH)]
 
 
-def test_the_prompt_comes_first_when_it_is_asked_for():
+def test_echoed_prompt_comes_first():
     assert deltas(["a", "b"], stream=False, prefix="Say: ") == [("Say: ab", 2, LENGTH)]
 
 
-def test_outputs_that_came_meanwhile_are_merged():
+def test_outputs_between_two_takes_are_merged():
     output = make_output(["a", "b", "c"])
     output.add(EngineOutput(0, tokens(0)))
     output.add(EngineOutput(0, tokens(1, 2)))
@@ -72,7 +72,7 @@ def test_outputs_that_came_meanwhile_are_merged():
     assert not output.is_ready
 
 
-def test_an_ending_without_a_token_gives_a_delta():
+def test_finish_reason_without_a_token_gives_a_delta():
     output = make_output([])
     output.add(EngineOutput(0, [], FinishReason.CANCELLED))
     delta = output.take()
@@ -82,18 +82,18 @@ def test_an_ending_without_a_token_gives_a_delta():
 # -- stop strings --
 
 
-def test_a_stop_string_in_one_token():
+def test_stop_string_in_one_token():
     assert deltas(["a", "b.c", "d"], stop=["."]) == [("a", 1, None), ("b", 1, STOP)]
 
 
-def test_a_stop_string_across_tokens_is_held_back():
+def test_stop_string_across_tokens_is_held_back():
     assert deltas(["one ", "<e", "n", "d> two"], stop=["<end>"]) == [
         ("one ", 1, None),
         ("", 3, STOP),
     ]
 
 
-def test_text_that_only_looked_like_a_stop_string_is_released():
+def test_partial_stop_string_that_does_not_continue_is_released():
     assert deltas(["a<", "e", "x"], stop=["<end>"]) == [("a", 1, None), ("<ex", 2, LENGTH)]
 
 
@@ -101,7 +101,7 @@ def test_held_back_text_is_released_at_the_end():
     assert deltas(["a", "<en"], stop=["<end>"]) == [("a", 1, None), ("<en", 1, LENGTH)]
 
 
-def test_no_more_is_held_back_than_could_become_a_stop_string():
+def test_only_a_possible_stop_string_is_held_back():
     assert deltas(["aaa", "a", "b"], stop=["aab"]) == [
         ("a", 1, None),
         ("a", 1, None),
@@ -109,21 +109,21 @@ def test_no_more_is_held_back_than_could_become_a_stop_string():
     ]
 
 
-def test_a_stop_string_that_starts_inside_another_s_beginning():
+def test_stop_string_that_starts_inside_a_partial_one():
     assert deltas(["ab", "ac", "x"], stop=["abac!", "ac"]) == [("ab", 2, STOP)]
 
 
 @pytest.mark.parametrize("stop", [["ab", "abc"], ["abc", "ab"]])
-def test_a_stop_string_that_begins_another_ends_as_soon_as_it_is_there(stop):
+def test_stop_string_that_is_a_prefix_of_another_ends_the_text(stop):
     assert deltas(["xa", "b", "c"], stop=stop) == [("x", 1, None), ("", 1, STOP)]
 
 
 @pytest.mark.parametrize("stop", [["ab", "abc"], ["abc", "ab"]])
-def test_of_two_that_begin_together_the_longer_one_is_kept(stop):
+def test_longer_of_two_stop_strings_at_one_place_is_kept(stop):
     assert deltas(["xabcd"], stop=stop, include_stop=True) == [("xabc", 1, STOP)]
 
 
-def test_the_stop_string_that_begins_first_ends_the_text():
+def test_first_stop_string_ends_the_text():
     assert deltas(["one two three"], stop=["three", "two"]) == [("one ", 1, STOP)]
 
 
@@ -134,7 +134,7 @@ def test_include_stop_keeps_the_stop_string_and_nothing_after_it():
     ]
 
 
-def test_a_stop_string_without_stream():
+def test_stop_string_without_stream():
     assert deltas(["a", "b.", "c"], stop=["."], stream=False, prefix="P. ") == [("P. ab", 2, STOP)]
 
 
@@ -142,7 +142,7 @@ def test_stop_strings_in_other_scripts():
     assert deltas(["你好", "。再", "见"], stop=["。再见"]) == [("你好", 1, None), ("", 2, STOP)]
 
 
-def test_stop_strings_are_not_looked_for_before_min_tokens():
+def test_stop_strings_are_ignored_before_min_tokens():
     assert deltas(["a.", "b.", "c.", "d"], stop=["."], min_tokens=2) == [
         ("a.", 1, None),
         ("b.", 1, None),
@@ -150,7 +150,7 @@ def test_stop_strings_are_not_looked_for_before_min_tokens():
     ]
 
 
-def test_what_comes_after_a_stop_string_is_ignored():
+def test_output_after_a_stop_string_is_ignored():
     output = make_output(["a.", "b"], stop=["."])
     output.add(EngineOutput(0, tokens(0, 1)))
     output.add(EngineOutput(0, tokens(1), LENGTH))
@@ -159,7 +159,7 @@ def test_what_comes_after_a_stop_string_is_ignored():
     assert output.usage().output_tokens == 1
 
 
-def test_an_error_after_a_stop_string_is_ignored():
+def test_error_after_a_stop_string_is_ignored():
     output = make_output(["a."], stop=["."])
     output.add(EngineOutput(0, tokens(0)))
     output.add(EngineOutput(0, [], FinishReason.CANCELLED))
@@ -169,11 +169,11 @@ def test_an_error_after_a_stop_string_is_ignored():
 # -- stop tokens --
 
 
-def test_the_stop_token_s_text_is_hidden():
+def test_stop_token_text_is_hidden():
     assert deltas(["a", "</s>"], reason=STOP) == [("a", 1, None), ("", 1, STOP)]
 
 
-def test_include_stop_shows_the_stop_token_s_text():
+def test_include_stop_shows_the_stop_token_text():
     assert deltas(["a", "</s>"], reason=STOP, include_stop=True) == [
         ("a", 1, None),
         ("</s>", 1, STOP),
@@ -242,7 +242,7 @@ def test_usage():
     )
 
 
-def test_usage_of_what_never_left_the_queue():
+def test_usage_of_a_request_that_never_left_the_queue():
     clock = FakeClock()
     output = make_output([], clock=clock)
     clock.now = 100.5
@@ -252,15 +252,15 @@ def test_usage_of_what_never_left_the_queue():
     )
 
 
-def test_times_count_from_the_arrival():
-    """Which may have been long before the text side came to know of the request."""
+def test_times_count_from_arrival():
+    """A request may arrive long before its text side is created."""
     output = make_output(["a"], clock=FakeClock(), arrival_time=98.0)
     output.add(EngineOutput(0, tokens(0), STOP, scheduled_time=99.0))
     usage = output.usage()
     assert (usage.queue_ms, usage.ttft_ms, usage.total_ms) == (1000.0, 2000.0, 2000.0)
 
 
-def test_a_hidden_stop_token_counts_as_a_token():
+def test_hidden_stop_token_counts_as_a_token():
     output = make_output(["a", "</s>"])
     output.add(EngineOutput(0, tokens(0, 1), STOP))
     delta = output.take()
@@ -275,7 +275,7 @@ def test_usage_of_several_answers():
 # -- blanks --
 
 
-def test_blanks_at_the_end_are_trimmed():
+def test_trailing_blanks_are_trimmed():
     pieces = ["a", " b", "\n", " \n", "c", "  ", "\n"]
     assert deltas(pieces, trim_blanks=True) == [
         ("a", 1, None),

@@ -1,4 +1,4 @@
-"""The output thread: who is sent to first."""
+"""The output thread: in which order responses are sent."""
 
 import queue
 
@@ -17,7 +17,7 @@ from tritium.loadtests.harness import until
 
 
 class Idle:
-    """An engine that has nothing to do."""
+    """An engine that does nothing."""
 
     def abort(self, request_id: int) -> None: ...
 
@@ -28,7 +28,7 @@ class Idle:
 
 
 class Client:
-    """Notes its name whenever it is sent something."""
+    """Appends its name to `sent` for each response."""
 
     def __init__(self, name: str, sent: list[str]) -> None:
         self._name = name
@@ -56,9 +56,7 @@ def thread(outputs, tokenizer):
     thread.stop()
 
 
-def test_a_first_token_is_sent_before_others_and_an_interactive_one_before_offline_ones(
-    outputs, thread, tokenizer
-):
+def test_first_tokens_are_sent_first_then_interactive_requests(outputs, thread, tokenizer):
     processor = InputProcessor(EngineConfig(model=SMOLLM2), tokenizer, 1000, ())
     sent: list[str] = []
 

@@ -18,7 +18,7 @@ from tritium.backend.front.protocol import (
 
 
 def text(*values: str | bytes) -> np.ndarray:
-    """A STRING tensor as the Python backend hands it over."""
+    """A STRING tensor as the Python backend passes it."""
     encoded = [value.encode() if isinstance(value, str) else value for value in values]
     return np.array(encoded, dtype=np.object_)
 
@@ -28,7 +28,7 @@ def flag(*values: bool) -> np.ndarray:
 
 
 def read(parameters: dict | str = "", **inputs: np.ndarray) -> GenerationRequest:
-    """Parse a request, with the prompt 'Hi' if it has none."""
+    """Parse a request, with the prompt 'Hi' unless another one is given."""
     if not {"text_input", "messages"} & inputs.keys():
         inputs["text_input"] = text("Hi")
     return parse(inputs, json.dumps(parameters) if isinstance(parameters, dict) else parameters)
@@ -89,7 +89,7 @@ def test_declared_outputs():
 # -- prompts --
 
 
-def test_a_plain_request():
+def test_plain_request():
     request = read(text_input=text("Grüße 你好"))
     assert (request.text_input, request.messages) == ("Grüße 你好", None)
     assert (request.stream, request.echo) == (False, True)
@@ -103,7 +103,7 @@ def test_messages():
     conversation = [{"role": "system", "content": "S"}, {"role": "user", "content": ""}]
     request = read(messages=messages(conversation))
     assert (request.text_input, request.messages) == (None, conversation)
-    assert not request.echo  # there is no plain prompt to start the answer with
+    assert not request.echo  # messages are not echoed
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_messages():
         ([{"role": "user", "content": ["x"]}], "element 0 has no 'content' string"),
     ],
 )
-def test_messages_of_another_shape(value, reason):
+def test_malformed_messages(value, reason):
     message = refusal(messages=messages(value))
     assert message.startswith("messages: ")
     assert message.endswith(reason)
@@ -138,7 +138,7 @@ def test_messages_that_are_not_json(value):
     assert len(message) < 300
 
 
-def test_a_request_has_a_prompt():
+def test_request_without_a_prompt_is_refused():
     with pytest.raises(InvalidArgument) as refused:
         parse({"stream": flag(True)}, "")
     assert str(refused.value) == (
@@ -146,7 +146,7 @@ def test_a_request_has_a_prompt():
     )
 
 
-def test_a_request_has_only_one_prompt():
+def test_request_with_two_prompts_is_refused():
     message = refusal(text_input=text("x"), messages=messages([{"role": "user", "content": "x"}]))
     assert message == "the request has both text_input and messages; send one of them"
 
@@ -178,11 +178,11 @@ def test_invalid_utf8(name):
         ("business_line", text("a", "b"), 2),
     ],
 )
-def test_one_element_is_allowed(name, tensor, num):
+def test_tensor_must_have_one_element(name, tensor, num):
     assert refusal(**{name: tensor}) == f"{name}: has {num} elements; exactly 1 is allowed"
 
 
-def test_the_shape_of_one_element_does_not_matter():
+def test_shape_of_one_element_does_not_matter():
     assert read(text_input=text("Hi").reshape(1, 1)).text_input == "Hi"
 
 
@@ -200,13 +200,13 @@ def test_the_shape_of_one_element_does_not_matter():
         (True, True, False),
     ],
 )
-def test_the_answer_starts_with_the_prompt(stream, exclude, echo):
+def test_answer_starts_with_the_prompt(stream, exclude, echo):
     inputs = {"stream": stream, "exclude_input_in_output": exclude}
     request = read(**{name: flag(v) for name, v in inputs.items() if v is not None})
     assert (request.stream, request.echo) == (bool(stream), echo)
 
 
-def test_streams_never_start_with_the_prompt():
+def test_streams_can_not_start_with_the_prompt():
     assert refusal(stream=flag(True), exclude_input_in_output=flag(False)) == (
         "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
     )
@@ -236,7 +236,7 @@ def test_request_parameters_are_sampling_parameters():
     assert (sampling.max_tokens, sampling.temperature, sampling.stop) == (32, 0.0, ["x"])
 
 
-def test_the_tensor_replaces_the_parameters():
+def test_sampling_parameters_tensor_replaces_request_parameters():
     sampling = read(
         {"max_tokens": 32, "temperature": 0.5, "unknown": 1},
         sampling_parameters=text('{"max_tokens": "8"}'),
@@ -244,17 +244,17 @@ def test_the_tensor_replaces_the_parameters():
     assert (sampling.max_tokens, sampling.temperature) == (8, 1.0)
 
 
-def test_an_empty_tensor_replaces_them_too():
+def test_empty_sampling_parameters_tensor_replaces_request_parameters():
     assert read({"max_tokens": 32}, sampling_parameters=text("{}")).sampling.max_tokens is None
 
 
-def test_the_stop_tensor_takes_several():
+def test_stop_tensor_takes_several_strings():
     sampling = read({"stop": "z"}, stop=text("a", "终")).sampling
     assert sampling.stop == ["a", "终"]
     assert read(sampling_parameters=text('{"stop": "z"}'), stop=text("a")).sampling.stop == ["a"]
 
 
-def test_an_unknown_parameter():
+def test_unknown_parameter():
     assert refusal({"max_token": 5}).startswith("unknown sampling parameter 'max_token'; known")
 
 
@@ -288,7 +288,7 @@ def test_labels_from_tensors():
     assert request.request_class is RequestClass.OFFLINE
 
 
-def test_labels_from_parameters_stay_when_the_tensor_replaces_the_rest():
+def test_labels_from_parameters_are_kept_beside_the_sampling_parameters_tensor():
     request = read(
         {"business_line": "search", "cache_salt": "s", "request_class": "offline", "seed": 1},
         sampling_parameters=text('{"seed": 2}'),
@@ -298,7 +298,7 @@ def test_labels_from_parameters_stay_when_the_tensor_replaces_the_rest():
     assert request.sampling.seed == 2
 
 
-def test_a_label_s_tensor_goes_before_its_parameter():
+def test_label_tensor_wins_over_its_parameter():
     request = read({"business_line": "ads", "seed": 1}, business_line=text("search"))
     assert request.business_line == "search"
     assert request.sampling.seed == 1
@@ -306,7 +306,7 @@ def test_a_label_s_tensor_goes_before_its_parameter():
 
 @pytest.mark.parametrize("name", ["business_line", "cache_salt", "request_class"])
 @pytest.mark.parametrize("value", [5, ["x"], True])
-def test_a_label_is_a_string(name, value):
+def test_label_must_be_a_string(name, value):
     assert refusal({name: value}) == f"{name}: {value!r} is not allowed; it is a string"
 
 
@@ -319,7 +319,7 @@ def test_deadline_ms():
 
 
 @pytest.mark.parametrize("value", [0, -1, 2**31 + 1, 1.5, True, "soon", "-5", [1], {}])
-def test_a_deadline_is_a_whole_number(value):
+def test_deadline_must_be_a_whole_number(value):
     assert refusal({"deadline_ms": value}) == (
         f"deadline_ms: {value!r} is not allowed; it is a whole number of milliseconds from 1 to "
         "2147483648"
@@ -334,7 +334,7 @@ def test_request_class():
 
 
 @pytest.mark.parametrize("name", ["business_line", "cache_salt"])
-def test_a_label_with_a_lone_surrogate_is_refused(name):
+def test_label_with_a_lone_surrogate_is_refused(name):
     assert "surrogate" in refusal({name: "\ud800"})
 
 
@@ -369,7 +369,7 @@ def respond(
     return response_tensors(request, [delta], 3, usage, FakeTokenizer())
 
 
-def test_only_the_text_unless_more_is_asked_for():
+def test_text_is_the_only_output_by_default():
     tensors = respond(Delta("Grüße 🙂", TOKENS, -3.75, FinishReason.STOP), usage=USAGE)
     assert list(tensors) == ["text_output"]
     assert tensors["text_output"].dtype == np.object_
@@ -387,7 +387,7 @@ def test_only_the_text_unless_more_is_asked_for():
         ("return_logprobs", "logprobs", np.object_, b"null"),
     ],
 )
-def test_what_is_asked_for_comes_with_every_response(flag_name, output, dtype, value):
+def test_requested_output_comes_with_every_response(flag_name, output, dtype, value):
     for delta, usage in (
         (Delta("a", TOKENS, -3.75, FinishReason.LENGTH), USAGE),
         (Delta("a", TOKENS, -3.75), None),
@@ -423,7 +423,7 @@ def test_logprobs_have_the_top_tokens_and_the_chosen_one():
     ]
 
 
-def test_each_output_has_an_element_an_answer():
+def test_each_output_has_one_element_per_answer():
     flags = ("finish_reason", "cumulative_logprob", "logprobs", "num_output_tokens")
     request = read({"n": 2}, **{f"return_{name}": flag(True) for name in flags})
     deltas = [Delta("a", TOKENS, -3.75, FinishReason.STOP), Delta("", [], -1.5)]
@@ -457,5 +457,5 @@ TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
         (7, ""),
     ],
 )
-def test_a_trace_id_is_read_and_a_bad_one_ignored(traceparent, trace_id):
+def test_trace_id_is_read_and_an_invalid_one_ignored(traceparent, trace_id):
     assert read({"traceparent": traceparent}, text_input=text("a")).trace_id == trace_id

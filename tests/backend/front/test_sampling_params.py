@@ -1,4 +1,4 @@
-"""Sampling parameters as clients send them: what is read, what is refused and how it is said."""
+"""Sampling parameters as clients send them: accepted values, refusals and their messages."""
 
 from dataclasses import asdict, fields
 
@@ -104,7 +104,7 @@ def test_good_values(name, value, parsed):
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
-def test_null_is_as_if_it_were_not_there(name):
+def test_null_means_absent(name):
     assert SamplingParams.parse({name: None}) == SamplingParams.parse({})
 
 
@@ -161,7 +161,7 @@ def test_null_is_as_if_it_were_not_there(name):
         ("logprobs", True, "number, not a boolean"),
     ],
 )
-def test_bad_values_are_named_with_what_is_allowed(name, value, allowed):
+def test_error_names_the_bad_value_and_what_is_allowed(name, value, allowed):
     message = refusal(**{name: value})
     assert message.startswith(f"sampling parameter '{name}': {value!r} is not allowed. ")
     assert allowed in message
@@ -181,13 +181,13 @@ def test_bad_values_are_named_with_what_is_allowed(name, value, allowed):
         ("repetition_detection", {"size": 4}, "4"),
     ],
 )
-def test_of_a_list_the_bad_element_is_named(name, values, wrong):
+def test_error_names_the_bad_list_element(name, values, wrong):
     assert refusal(**{name: values}).startswith(
         f"sampling parameter '{name}': {wrong} is not allowed. "
     )
 
 
-def test_an_empty_bad_word_is_refused():
+def test_empty_bad_word_is_refused():
     assert refusal(bad_words=["a", " "]) == "sampling parameter 'bad_words': a word can't be empty"
 
 
@@ -205,7 +205,7 @@ def test_repetition_detection():
     assert "min_pattern_size (3) should be at most" in refusal(repetition_detection=wrong)
 
 
-def test_an_empty_stop_string_is_refused():
+def test_empty_stop_string_is_refused():
     assert refusal(stop=["a", ""]) == "sampling parameter 'stop': a stop string can't be empty"
 
 
@@ -216,7 +216,7 @@ def test_min_tokens_beyond_max_tokens_is_refused():
     assert SamplingParams.parse({"min_tokens": 4, "max_tokens": 4}).min_tokens == 4
 
 
-def test_an_unknown_parameter_is_named_with_the_known_ones():
+def test_error_for_an_unknown_parameter_lists_the_known_ones():
     assert refusal(max_token=5) == (
         "unknown sampling parameter 'max_token'; known are: allowed_token_ids, bad_words, "
         "frequency_penalty, ignore_eos, include_stop_str_in_output, logit_bias, logprobs, "
@@ -227,7 +227,7 @@ def test_an_unknown_parameter_is_named_with_the_known_ones():
     )
 
 
-def test_a_huge_value_does_not_make_a_huge_message():
+def test_huge_value_is_shortened_in_the_message():
     assert len(refusal(max_tokens="9" * 5000)) < 300
 
 
@@ -237,7 +237,7 @@ def test_a_huge_value_does_not_make_a_huge_message():
         ("best_of", 2),
     ],
 )
-def test_parameters_of_vllm_that_are_not_built_yet(name, value):
+def test_unsupported_parameters_of_vllm(name, value):
     with pytest.raises(Unsupported) as refused:
         SamplingParams.parse({name: value})
     assert str(refused.value) == f"sampling parameter '{name}' is not supported yet"
@@ -255,19 +255,19 @@ def test_parameters_of_vllm_that_are_not_built_yet(name, value):
         ("guided_decoding", None),
     ],
 )
-def test_those_that_change_nothing_are_served(name, value):
+def test_unsupported_parameters_with_no_effect_are_accepted(name, value):
     assert SamplingParams.parse({name: value, "seed": 3}).seed == 3
 
 
-# -- what only a hostile client sends --
+# -- hostile clients --
 
 
-def test_a_penalty_too_large_for_a_float_is_refused():
+def test_penalty_too_large_for_a_float_is_refused():
     with pytest.raises((InvalidArgument, Unsupported), match="frequency_penalty"):
         SamplingParams.parse({"frequency_penalty": 10**400})
 
 
-def test_an_unknown_parameter_with_a_lone_surrogate_is_refused():
+def test_unknown_parameter_with_a_lone_surrogate_is_refused():
     message = refusal(**{"\ud800": 1})
     assert "sampling parameter" in message
-    message.encode()  # it goes out as UTF-8
+    message.encode()  # it is sent as UTF-8

@@ -1,4 +1,4 @@
-"""Answers of random tokens, as far as their form allows: each has the form that was demanded."""
+"""Answers of random tokens that their grammar allows: each satisfies its constraint."""
 
 import gc
 import itertools
@@ -29,7 +29,7 @@ from tritium.loadtests.harness import until
 
 VOCAB_SIZE = 49152
 EOS = 2  # <|im_end|>
-SPECIAL = range(17)  # all that SmolLM2 has
+SPECIAL = range(17)  # SmolLM2's special tokens
 NUM_WORDS = VOCAB_SIZE // 32
 STRNG = {"type": "strng"}
 
@@ -52,7 +52,7 @@ def refusal(compiler, **demand) -> str:
 
 
 def text_of(tokenizer, token_ids: list[int]) -> str:
-    """As a client gets it."""
+    """The text that a client gets."""
     detokenizer = tokenizer.detokenizer(tokenizer.encode("Answer:"), skip_special_tokens=True)
     return "".join(map(detokenizer.add, token_ids))
 
@@ -66,13 +66,13 @@ def allowed(state: GrammarState) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def closers(tokenizer) -> list[int]:
-    """Tokens that bring an answer to its end."""
+    """Tokens that lead an answer to its end."""
     pieces = ['"', '"}', '"]', "}", "]", "]}", "}}", '"}}', ")", "0", ".", "a", "true", ","]
     return [EOS, *(tokenizer.encode(piece)[0] for piece in pieces)]
 
 
 def random_answer(grammar: Grammar, seed: int, closers: list[int], max_tokens=300) -> list[int]:
-    """Tokens of an answer, without the one that ends it."""
+    """The tokens of a random answer, without the token that ends it."""
     rng = np.random.default_rng(seed)
     state = grammar.start()
     token_ids: list[int] = []
@@ -80,7 +80,7 @@ def random_answer(grammar: Grammar, seed: int, closers: list[int], max_tokens=30
         assert len(token_ids) < max_tokens
         choices = allowed(state)
         closing = [EOS] if EOS in choices else np.intersect1d(choices, closers)
-        # At first anything, later rather what leads to an end.
+        # Any token at first, later mostly tokens that lead to an end.
         if len(closing) and rng.random() < len(token_ids) / 20:
             choices = closing
         token_id = int(rng.choice(choices))
@@ -91,19 +91,19 @@ def random_answer(grammar: Grammar, seed: int, closers: list[int], max_tokens=30
 
 
 def follow(tokenizer, grammar: Grammar, text: str) -> GrammarState | None:
-    """The state behind a text; None where it does not fit."""
+    """The state after a text; None if the grammar rejects the text."""
     state = grammar.start()
     fits = all(state.accept(i) for i in tokenizer.encode(text))
     return state if fits else None
 
 
 def takes(tokenizer, grammar: Grammar, text: str) -> bool:
-    """Whether the whole answer can be this text."""
+    """Whether this text is a complete answer."""
     state = follow(tokenizer, grammar, text)
     return state is not None and (state.is_complete or EOS in allowed(state))
 
 
-# -- answers have their form --
+# -- answers satisfy their constraint --
 
 PERSON = {
     "type": "object",
@@ -177,7 +177,7 @@ def test_json_answers_are_valid(compiler, tokenizer, closers, schema):
         jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
 
 
-def test_a_json_object_is_one(compiler, tokenizer, closers):
+def test_json_object(compiler, tokenizer, closers):
     grammar = compile_form(compiler, json_object=True)
     for seed in range(5):
         answer = json.loads(text_of(tokenizer, random_answer(grammar, seed, closers)))
@@ -215,7 +215,7 @@ CHOICES = [
 ]
 
 
-def test_answers_are_among_the_choices(compiler, tokenizer, closers):
+def test_answer_is_one_of_the_choices(compiler, tokenizer, closers):
     grammar = compile_form(compiler, choice=CHOICES)
     seen = {text_of(tokenizer, random_answer(grammar, seed, closers)) for seed in range(60)}
     assert seen <= set(CHOICES)
@@ -223,7 +223,7 @@ def test_answers_are_among_the_choices(compiler, tokenizer, closers):
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_each_choice_can_be_the_answer(compiler, tokenizer, choice):
+def test_each_choice_is_possible(compiler, tokenizer, choice):
     assert takes(tokenizer, compile_form(compiler, choice=CHOICES), choice)
 
 
@@ -264,7 +264,7 @@ def test_answers_follow_the_grammar(compiler, tokenizer, closers, grammar):
     assert not takes(tokenizer, grammar, "SELECT a FROM c WHERE d = ")
 
 
-def test_a_grammar_may_nest_without_end(compiler, tokenizer):
+def test_grammar_may_nest_without_limit(compiler, tokenizer):
     grammar = compile_form(compiler, grammar='root ::= "(" root ")" | [0-9]\n')
     assert takes(tokenizer, grammar, "(" * 50 + "7" + ")" * 50)
     assert not takes(tokenizer, grammar, "((7)")
@@ -279,17 +279,17 @@ def test_a_grammar_may_nest_without_end(compiler, tokenizer):
         ("ab?", "", False, False),
         ("ab?", "a", True, False),
         ("ab?", "ab", True, True),
-        ("", "", True, False),  # there must be a token, to end with
+        ("", "", True, False),  # the end needs a token
     ],
 )
-def test_an_answer_may_end_exactly_where_it_is_whole(
+def test_answer_may_end_exactly_where_it_is_complete(
     compiler, tokenizer, regex, text, can_end, is_complete
 ):
     state = follow(tokenizer, compile_form(compiler, regex=regex), text)
     assert (EOS in allowed(state), state.is_complete) == (can_end, is_complete)
 
 
-def test_the_token_that_ends_it(compiler, tokenizer):
+def test_eos_token_ends_the_answer(compiler, tokenizer):
     state = follow(tokenizer, compile_form(compiler, regex="a+"), "aa")
     assert not state.is_complete
     assert state.accept(EOS)
@@ -297,7 +297,7 @@ def test_the_token_that_ends_it(compiler, tokenizer):
     assert list(allowed(state)) == [EOS]
 
 
-def test_one_of_several_such_tokens(tokenizer):
+def test_one_of_several_eos_tokens(tokenizer):
     compiler = GrammarCompiler(tokenizer.to_json(), VOCAB_SIZE, [0, EOS])
     state = follow(tokenizer, compile_form(compiler, regex="a+"), "a")
     assert {0, EOS} <= set(allowed(state))
@@ -323,7 +323,7 @@ def test_logits_beyond_the_tokenizer_s_vocabulary(tokenizer):
 # -- states --
 
 
-def test_answers_of_one_grammar_do_not_know_of_each_other(compiler, tokenizer):
+def test_answers_of_one_grammar_are_independent(compiler, tokenizer):
     grammar = compile_form(compiler, choice=["ab", "cd"])
     first, second = grammar.start(), grammar.start()
     assert first.accept(tokenizer.encode("ab")[0])
@@ -341,7 +341,7 @@ def test_masks_of_several_answers_at_once(compiler, tokenizer):
     assert found == [tokenizer.encode(text) for text in ("a", "b", "c")]
 
 
-def test_a_token_that_does_not_fit(compiler, tokenizer):
+def test_token_that_the_grammar_rejects(compiler, tokenizer):
     state = compile_form(compiler, regex="a+").start()
     assert not state.accept(tokenizer.encode("z")[0])
     assert '"z"' in state.error
@@ -350,7 +350,7 @@ def test_a_token_that_does_not_fit(compiler, tokenizer):
     assert not state.accept(tokenizer.encode("a")[0])
 
 
-def test_a_form_that_gets_too_complex_on_the_way(compiler):
+def test_grammar_that_reaches_a_limit_during_the_answer(compiler):
     state = compile_form(compiler, regex="(([a-z]{1,1000}){1,1000}){1,1000}").start()
     for _ in range(100):
         if not state.accept(int(allowed(state)[-1])):
@@ -358,7 +358,7 @@ def test_a_form_that_gets_too_complex_on_the_way(compiler):
     assert "too many" in state.error
 
 
-# -- JSON: what a schema leaves open --
+# -- JSON: where a schema is not explicit --
 
 
 def test_no_properties_are_invented(compiler, tokenizer):
@@ -367,7 +367,7 @@ def test_no_properties_are_invented(compiler, tokenizer):
     assert not takes(tokenizer, grammar, '{"a":1,"b":2}')
 
 
-def test_a_schema_that_lists_properties_means_an_object(compiler, tokenizer):
+def test_schema_with_properties_means_an_object(compiler, tokenizer):
     listed = {"properties": {"a": {"type": "integer"}}}
     grammar = compile_form(compiler, json={"properties": {"b": listed}, "required": ["b"]})
     assert takes(tokenizer, grammar, '{"b":{"a":1}}')
@@ -385,11 +385,11 @@ def test_a_schema_that_lists_properties_means_an_object(compiler, tokenizer):
         {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
     ],
 )
-def test_more_properties_where_the_schema_wants_them(compiler, tokenizer, schema):
+def test_additional_properties_where_the_schema_allows_them(compiler, tokenizer, schema):
     assert takes(tokenizer, compile_form(compiler, json=schema), '{"a":1,"b":2}')
 
 
-def test_a_property_may_be_called_properties(compiler, tokenizer):
+def test_property_named_properties(compiler, tokenizer):
     schema = {"properties": {"properties": {"type": "null"}, "default": {"enum": [{"allOf": 1}]}}}
     grammar = compile_form(compiler, json=schema)
     assert takes(tokenizer, grammar, '{"properties":null,"default":{"allOf":1}}')
@@ -406,7 +406,7 @@ def test_a_property_may_be_called_properties(compiler, tokenizer):
         ('{"a":1}\n', False),
     ],
 )
-def test_blanks_between_json_s_tokens(compiler, tokenizer, text, fits):
+def test_blanks_between_json_tokens(compiler, tokenizer, text, fits):
     grammar = compile_form(compiler, json={"properties": {"a": {"type": "integer"}}})
     assert takes(tokenizer, grammar, text) == fits
 
@@ -419,14 +419,14 @@ def test_blanks_between_json_s_tokens(compiler, tokenizer, text, fits):
         ({}, ['{"a":1}', '{"a": 1}', '{ "a" : 1 }', '{"a":\t1}']),
     ],
 )
-def test_blanks_as_demanded(compiler, tokenizer, options, texts):
+def test_whitespace_options(compiler, tokenizer, options, texts):
     schema = {"properties": {"a": {"type": "integer"}}}
     grammar = compile_form(compiler, json=schema, **options)
     tried = ['{"a":1}', '{"a": 1}', '{ "a" : 1 }', '{"a":\t1}']
     assert [text for text in tried if takes(tokenizer, grammar, text)] == texts
 
 
-# -- what is refused --
+# -- refusals --
 
 
 def many(n: int, schema: dict) -> dict:
@@ -456,7 +456,7 @@ def many(n: int, schema: dict) -> dict:
         ({"grammar": "start: other"}, ["other"]),
         ({"grammar": "root ::= root"}, ["No answer"]),
         ({"grammar": 'start: %json {"type": "null"}'}, ["%json", "'json'"]),
-        # These would take minutes, or all memory.
+        # Without limits, these would take minutes or all memory.
         ({"grammar": "start: A\nA: " + " & ".join(["/.*a.*/"] * 18)}, ["16 &"]),
         ({"json": {"patternProperties": many(101, {})}}, ["100 patternProperties", "101"]),
         ({"json": {"allOf": [{"pattern": f"a{i}"} for i in range(17)]}}, ["16 patterns", "17"]),
@@ -466,14 +466,14 @@ def many(n: int, schema: dict) -> dict:
         ({"json": {"$ref": "#/x", "x": {"type": "integer", "multipleOf": 10**9}}}, ["multipleOf"]),
     ],
 )
-def test_forms_that_are_refused(compiler, demand, said):
+def test_constraints_that_are_refused(compiler, demand, said):
     message = refusal(compiler, **demand)
     assert message.startswith(f"'{next(iter(demand))}': ")
     assert all(part in message for part in said), message
     assert len(message) < 600
 
 
-def test_a_tokenizer_that_llguidance_does_not_take():
+def test_tokenizer_that_llguidance_does_not_support():
     compiler = GrammarCompiler('{"model": {}}', VOCAB_SIZE, [EOS])
     with pytest.raises(Unsupported, match="tokenizer"):
         compile_form(compiler, regex="a")
@@ -487,14 +487,14 @@ def constraint(**demand):
     return read_structured_outputs("form", demand)
 
 
-def test_equal_forms_are_compiled_once(compiler):
+def test_equal_constraints_are_compiled_once(compiler):
     text = '{"type": "integer",   "minimum": 17}'
     first = compiler.compile(constraint(json=text))
     assert compiler.compile(constraint(json=json.loads(text))) is first
     assert compiler.compile(constraint(json={"minimum": 17, "type": "integer"})) is not first
 
 
-def test_those_asked_for_last_are_kept(tokenizer, monkeypatch):
+def test_most_recently_used_grammars_are_cached(tokenizer, monkeypatch):
     monkeypatch.setattr("tritium.backend.front.structured._MAX_GRAMMARS", 2)
     compiler = GrammarCompiler(tokenizer.to_json(), VOCAB_SIZE, [EOS])
     a, _ = (compiler.compile(constraint(regex=regex)) for regex in "ab")
@@ -506,7 +506,7 @@ def test_those_asked_for_last_are_kept(tokenizer, monkeypatch):
     compiler.close()
 
 
-def test_nobody_waits_for_a_compilation(tokenizer, monkeypatch):
+def test_compilation_blocks_no_other_request(tokenizer, monkeypatch):
     go_on = threading.Event()
     monkeypatch.setattr(
         "tritium.backend.front.structured._source",
@@ -519,7 +519,7 @@ def test_nobody_waits_for_a_compilation(tokenizer, monkeypatch):
     for future in futures:
         future.add_done_callback(done.append)
     compiler.close()
-    assert len(done) < 5  # what is being compiled is not waited for
+    assert len(done) < 5  # running compilations are not waited for
     go_on.set()
     until(lambda: len(done) == 5)
     assert not futures[0].cancelled()
@@ -532,7 +532,7 @@ def test_nobody_waits_for_a_compilation(tokenizer, monkeypatch):
 
 @dataclass
 class RandomRunner:
-    """Random logits, masked and sampled as a model's are."""
+    """A runner with random logits, masked and sampled like a model's."""
 
     favoured: list[int]  # tokens that are more likely
     num_blocks: int = 64
@@ -577,7 +577,7 @@ def guided(request_id: int, grammar: Grammar, **fields):
     return make_request((1, 2, 3), request_id=request_id, grammar=grammar, **fields)
 
 
-def test_answers_in_one_batch_with_and_without_a_form(compiler, tokenizer, closers):
+def test_constrained_and_free_answers_in_one_batch(compiler, tokenizer, closers):
     person = compile_form(compiler, json=PERSON)
     yes_or_no = compile_form(compiler, choice=["yes", "no"])
     requests = [
@@ -596,10 +596,10 @@ def test_answers_in_one_batch_with_and_without_a_form(compiler, tokenizer, close
     assert reasons == {0: stop, 1: FinishReason.LENGTH, 2: stop, 3: stop}
 
 
-def test_preempted_answers_go_on_where_they_were(compiler, tokenizer, closers):
+def test_preempted_answers_continue_where_they_were(compiler, tokenizer, closers):
     grammar = compile_form(compiler, json=PERSON)
     requests = [guided(i, grammar, seed=i, max_tokens=100) for i in range(4)]
-    runner = RandomRunner(closers, num_blocks=27)  # of 4 tokens: not enough for all
+    runner = RandomRunner(closers, num_blocks=27)  # of 4 tokens each: too few for all sequences
     collector = Collector()
     engine = Engine(make_config(), runner, collector)
     for request in requests:
@@ -617,7 +617,7 @@ def test_preempted_answers_go_on_where_they_were(compiler, tokenizer, closers):
             assert all(state.accept(token_id) for token_id in collector.token_ids(i))
 
 
-def test_a_whole_answer_needs_no_stop_token(compiler, tokenizer, closers):
+def test_complete_answer_needs_no_stop_token(compiler, tokenizer, closers):
     collector = run_engine(RandomRunner(closers), [guided(0, compile_form(compiler, choice=["a"]))])
     assert collector.token_ids(0) == tokenizer.encode("a")
     assert collector.reasons == {0: [FinishReason.STOP]}
@@ -625,19 +625,19 @@ def test_a_whole_answer_needs_no_stop_token(compiler, tokenizer, closers):
 
 
 def test_deeply_nested_schemas(compiler):
-    """Whatever comes to its limit first."""
+    """Whichever limit is reached first."""
     for depth in (127, *range(900, 1000, 5), 5000, 50_000):
         said = refusal(compiler, json='{"items": ' * depth + "{}" + "}" * depth)
         assert "nested" in said or "recursion" in said, said
 
 
-def test_a_stop_token_is_no_part_of_the_answer(compiler, closers):
+def test_stop_token_is_not_part_of_the_answer(compiler, closers):
     collector = run_engine(RandomRunner([EOS]), [guided(0, compile_form(compiler, regex="a*"))])
     assert collector.token_ids(0) == [EOS]
     assert not collector.outputs[-1].is_whole
 
 
-def test_min_tokens_holds_as_far_as_the_form_allows(compiler, tokenizer, closers):
+def test_min_tokens_holds_as_far_as_the_constraint_allows(compiler, tokenizer, closers):
     requests = [
         guided(0, compile_form(compiler, regex="(a|b|c|d)*"), min_tokens=12),
         guided(1, compile_form(compiler, choice=["ab"]), min_tokens=12),
@@ -649,14 +649,14 @@ def test_min_tokens_holds_as_far_as_the_form_allows(compiler, tokenizer, closers
     assert all(reason == [FinishReason.STOP] for reason in collector.reasons.values())
 
 
-def test_max_tokens_cuts_a_form(compiler, closers):
+def test_max_tokens_cuts_a_constrained_answer(compiler, closers):
     grammar = compile_form(compiler, json=PERSON)
     collector = run_engine(RandomRunner(closers), [guided(0, grammar, max_tokens=3)])
     assert collector.reasons == {0: [FinishReason.LENGTH]}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_form_that_no_allowed_token_fits(compiler, tokenizer, closers, temperature):
+def test_constraint_that_no_allowed_token_satisfies(compiler, tokenizer, closers, temperature):
     digits = compile_form(compiler, regex="[0-9]+x")
     letters = tuple(tokenizer.encode("a") + tokenizer.encode("b"))
     requests = [
@@ -678,7 +678,7 @@ def test_no_masks_without_grammars():
 
 
 class Client:
-    """Takes a request's responses."""
+    """A responder that collects a request's responses."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -758,28 +758,28 @@ def answer(client: Client) -> str:
         ({"structured_outputs": {"regex": "[a-c]+"}, "include_stop_str_in_output": True}, "[a-c]+"),
     ],
 )
-def test_a_form_as_a_sampling_parameter(front, parameters, regex):
+def test_constraint_as_a_sampling_parameter(front, parameters, regex):
     assert re.fullmatch(regex, answer(ask(front, **parameters)))
 
 
-def test_a_response_format(front):
+def test_response_format(front):
     schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
     jsonschema.validate(json.loads(answer(ask(front, response_format=schema))), PERSON)
 
 
-def test_a_stop_string_still_cuts(front):
+def test_stop_string_ends_a_constrained_answer(front):
     client = ask(front, structured_outputs={"choice": ["yes and no"]}, stop=" and")
     assert answer(client) == "yes"
 
 
-def test_each_of_n_answers_has_the_form(front):
+def test_each_of_n_answers_satisfies_the_constraint(front):
     client = ask(front, structured_outputs={"regex": "[a-z]{4}"}, n=4, temperature=2)
     assert client.ended.wait(30)
     assert len(set(client.texts)) > 1
     assert all(re.fullmatch("[a-z]{4}", text) for text in client.texts)
 
 
-def test_a_call_of_a_named_tool(front, tokenizer, monkeypatch):
+def test_call_of_a_named_tool(front, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer._hf, "chat_template", "{{ tools }}{{ messages }}")
     parameters = {"properties": {"x": {"enum": [1, 2]}}, "required": ["x"]}
     tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
@@ -792,8 +792,8 @@ def test_a_call_of_a_named_tool(front, tokenizer, monkeypatch):
     assert json.loads(answer(ask(front, inputs))) in ({"x": 1}, {"x": 2})
 
 
-def test_a_form_that_is_refused_takes_no_place(front):
-    for i in range(30):  # more than there are places
+def test_refused_constraint_releases_its_slot(front):
+    for i in range(30):  # more than there are slots
         client = ask(front, structured_outputs={"regex": f"[{i}-"})
         assert client.ended.wait(30)
         assert client.error
@@ -802,7 +802,7 @@ def test_a_form_that_is_refused_takes_no_place(front):
     assert answer(ask(front, structured_outputs={"choice": ["yes"]})) == "yes"
 
 
-def test_a_form_that_nothing_fits_is_the_caller_s_fault(front):
+def test_unsatisfiable_constraint_is_an_invalid_argument(front):
     client = ask(front, structured_outputs={"regex": "[0-9]+"}, allowed_token_ids=[400])
     assert client.ended.wait(30)
     assert client.error
@@ -810,7 +810,7 @@ def test_a_form_that_nothing_fits_is_the_caller_s_fault(front):
     assert str(client.error).startswith("sampling parameter 'structured_outputs': the answer")
 
 
-def test_where_a_form_that_is_refused_comes_from(front, tokenizer, monkeypatch):
+def test_error_says_where_the_constraint_comes_from(front, tokenizer, monkeypatch):
     client = ask(front, response_format={"type": "json_schema", "json_schema": {"schema": STRNG}})
     assert client.ended.wait(30)
     assert str(client.error).startswith("sampling parameter 'structured_outputs': 'json': ")
@@ -831,10 +831,10 @@ def test_where_a_form_that_is_refused_comes_from(front, tokenizer, monkeypatch):
 
 
 @pytest.mark.parametrize("demand", [{"regex": "[0-3]{9}"}, {"regex": "[0-3{9}"}])
-def test_requests_that_have_ended_are_not_held(front, monkeypatch, demand):
-    """Triton Server does not unload a model while a request of it lives."""
+def test_ended_requests_are_not_kept_alive(front, monkeypatch, demand):
+    """Triton Server does not unload a model while one of its requests is alive."""
     source = structured._source
-    # Longer than it takes to wait for it.
+    # Slow, so that the request waits for its grammar.
     monkeypatch.setattr(
         structured, "_source", lambda constraint: time.sleep(0.3) or source(constraint)
     )
@@ -849,26 +849,26 @@ def test_requests_that_have_ended_are_not_held(front, monkeypatch, demand):
     assert not any(client() for client in held)
 
 
-def test_a_request_that_waits_for_the_compiler_can_be_cancelled(front, monkeypatch):
+def test_request_waiting_for_the_compiler_can_be_cancelled(front, monkeypatch):
     go_on = threading.Event()
     source = structured._source
     monkeypatch.setattr(
         structured, "_source", lambda constraint: go_on.wait(20) and source(constraint)
     )
-    clients = [ask(front, structured_outputs={"regex": f"a{i}"}) for i in range(10)]  # all places
+    clients = [ask(front, structured_outputs={"regex": f"a{i}"}) for i in range(10)]  # all slots
     assert ask(front).error.code == "UNAVAILABLE"
     for client in clients[1:]:
         client.cancelled = True
     assert all(client.ended.wait(5) for client in clients[1:])
     assert {client.error.code for client in clients[1:]} == {"CANCELLED"}
-    others = [ask(front, max_tokens=2) for _ in range(9)]  # on the places that are free again
+    others = [ask(front, max_tokens=2) for _ in range(9)]  # use the released slots
     assert all(client.ended.wait(20) and client.error is None for client in others)
     assert not clients[0].ended.is_set()
     go_on.set()
     assert answer(clients[0]) == "a0"
 
 
-def test_requests_that_wait_for_the_compiler_end_with_the_server(tokenizer, closers, monkeypatch):
+def test_requests_waiting_for_the_compiler_end_with_the_server(tokenizer, closers, monkeypatch):
     go_on, compiled = threading.Event(), []
 
     def compile_slowly(constraint):
@@ -891,7 +891,7 @@ def test_requests_that_wait_for_the_compiler_end_with_the_server(tokenizer, clos
     )
     clients = [ask(front, structured_outputs={"regex": f"a{i}"}) for i in range(5)]
     front.stop()
-    assert not compiled  # that is not waited for
+    assert not compiled  # the compilation is not waited for
     assert all(client.ended.is_set() for client in clients)
     assert {client.error.code for client in clients} == {"UNAVAILABLE"}
     go_on.set()

@@ -1,4 +1,4 @@
-"""How a request may demand a form of its answer, and what is said of demands that make no sense."""
+"""The ways to give a constraint on an answer, and the messages for invalid ones."""
 
 import json
 
@@ -44,7 +44,7 @@ def refusal(**parameters) -> str:
         ({"response_format": {"type": "json_object"}}, ("json_object", True)),
     ],
 )
-def test_the_ways_to_demand_a_form(parameters, demand):
+def test_ways_to_give_a_constraint(parameters, demand):
     constraint = demanded(**parameters)
     assert constraint
     assert constraint.given_field == demand
@@ -59,11 +59,11 @@ def test_the_ways_to_demand_a_form(parameters, demand):
         {"response_format": {"type": "text"}},
     ],
 )
-def test_no_form_is_demanded(parameters):
+def test_no_constraint(parameters):
     assert demanded(**parameters) is None
 
 
-def test_details():
+def test_options():
     constraint = demanded(
         structured_outputs={
             "json": SCHEMA,
@@ -78,11 +78,11 @@ def test_details():
     assert constraint.whitespace_pattern == " ?"
 
 
-def test_a_list_of_choices_may_be_text():
+def test_list_of_choices_may_be_text():
     assert demanded(guided_choice='["a", "b"]') == demanded(guided_choice=["a", "b"])
 
 
-def test_equal_demands_are_equal():
+def test_equal_constraints_are_equal():
     assert demanded(structured_outputs={"json": SCHEMA}) == demanded(
         response_format=json.dumps(RESPONSE_FORMAT, indent=2)
     )
@@ -136,7 +136,7 @@ ONE_OF = "Exactly one of json, regex, choice, grammar and json_object is allowed
         ),
     ],
 )
-def test_demands_that_are_refused(parameters, said):
+def test_constraints_that_are_refused(parameters, said):
     message = refusal(**parameters)
     assert message.startswith("sampling parameter")
     assert all(part in message for part in said), message

@@ -1,4 +1,4 @@
-"""The real SmolLM2 tokenizer: there and back, and back one token at a time."""
+"""SmolLM2's tokenizer: text to tokens and back, also one token at a time."""
 
 import json
 
@@ -47,7 +47,7 @@ def test_every_piece_is_complete(tokenizer, text):
         piece.encode()
 
 
-def test_a_character_of_several_tokens_comes_with_its_last(tokenizer):
+def test_character_of_several_tokens_comes_with_the_last_one(tokenizer):
     assert len(tokenizer.encode("🚀")) == 3
     assert stream(tokenizer, "🚀") == ["", "", "🚀"]
 
@@ -57,11 +57,11 @@ def test_the_answer_does_not_depend_on_the_prompt(tokenizer, prompt):
     assert "".join(stream(tokenizer, " the answer 你好", prompt)) == " the answer 你好"
 
 
-def test_a_prompt_that_ends_with_a_replacement_character_is_not_repeated(tokenizer):
+def test_prompt_that_ends_with_a_replacement_character_is_not_repeated(tokenizer):
     assert "".join(stream(tokenizer, " the answer", prompt="What is \ufffd")) == " the answer"
 
 
-def test_bytes_that_are_no_text_do_not_stop_the_answer(tokenizer):
+def test_invalid_bytes_do_not_stop_the_answer(tokenizer):
     half = tokenizer.encode("🚀")[:1]
     detokenizer = tokenizer.detokenizer(tokenizer.encode("x"), True)
     pieces = [detokenizer.add(i) for i in [*half, *half, *tokenizer.encode(" and on")]]
@@ -85,7 +85,7 @@ def test_no_token_is_added_around_a_plain_prompt(tokenizer):
 
 
 @pytest.mark.parametrize("special", [BOS, EOS, "<|endoftext|>"])
-def test_a_special_token_in_a_text_is_one_token(tokenizer, special):
+def test_special_token_in_a_text_is_one_token(tokenizer, special):
     assert len(tokenizer.encode(special)) == 1
     assert len(tokenizer.encode(f"a{special}b")) == 3
     assert tokenizer.decode_token(tokenizer.encode(special)[0]) == special
@@ -100,7 +100,7 @@ def test_special_tokens_in_an_answer_are_skipped_or_kept(tokenizer):
 # -- chat --
 
 
-def test_the_chat_template_of_a_conversation(tokenizer):
+def test_chat_template_of_a_conversation(tokenizer):
     token_ids = tokenizer.encode_chat(
         [
             {"role": "system", "content": "Be brief."},
@@ -118,13 +118,13 @@ def test_the_chat_template_of_a_conversation(tokenizer):
     )
 
 
-def test_the_chat_template_brings_its_own_system_message(tokenizer):
+def test_chat_template_adds_its_system_message(tokenizer):
     assert tokenizer.encode_chat([{"role": "user", "content": "Hi"}]) == tokenizer.encode(
         f"{BOS}system\n{DEFAULT_SYSTEM}{EOS}\n{BOS}user\nHi{EOS}\n{BOS}assistant\n"
     )
 
 
-def test_a_chat_token_is_one_token(tokenizer):
+def test_chat_token_is_one_token(tokenizer):
     token_ids = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
     assert token_ids.count(tokenizer.encode(BOS)[0]) == 3
     assert token_ids.count(tokenizer.encode(EOS)[0]) == 2
@@ -133,8 +133,8 @@ def test_a_chat_token_is_one_token(tokenizer):
 @pytest.mark.parametrize(
     "message", [{"role": "user", "content": "Hi \ud800"}, {"role": "\ud800", "content": "Hi"}]
 )
-def test_a_lone_surrogate_in_a_message_is_refused(tokenizer, message):
-    """JSON can hold one, UTF-8 can't."""
+def test_lone_surrogate_in_a_message_is_refused(tokenizer, message):
+    """JSON can contain a lone surrogate, UTF-8 can't."""
     with pytest.raises(InvalidArgument) as refused:
         tokenizer.encode_chat([message])
     assert str(refused.value).startswith("messages: ")
@@ -147,14 +147,14 @@ HI = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
-def test_a_template_without_a_place_for_tools(tokenizer):
-    """SmolLM2's own."""
+def test_template_that_ignores_tools(tokenizer):
+    """SmolLM2's template does."""
     with pytest.raises(InvalidArgument) as refused:
         tokenizer.encode_chat(HI, [TOOL])
     assert str(refused.value) == "tools: this model's chat template does not support them"
 
 
-def test_a_template_that_tells_of_tools(tokenizer, monkeypatch):
+def test_template_that_lists_tools(tokenizer, monkeypatch):
     template = (
         "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
         "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -164,18 +164,18 @@ def test_a_template_that_tells_of_tools(tokenizer, monkeypatch):
     assert tokenizer.encode_chat(HI) == tokenizer.encode("Hi")
 
 
-def test_a_template_that_is_only_for_tools(tokenizer, monkeypatch):
-    """As some models have it: one template by this name, one for the rest."""
+def test_template_that_is_only_for_tools(tokenizer, monkeypatch):
+    """Some models have two templates, one of them named tool_use."""
     templates = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
     monkeypatch.setattr(tokenizer._hf, "chat_template", templates)
     assert tokenizer.encode_chat(HI, [TOOL]) == tokenizer.encode("1 tools")
     assert tokenizer.encode_chat(HI) == tokenizer.encode("plain")
 
 
-# -- kept from a GGUF file --
+# -- the cache for GGUF files --
 
 
-def test_a_tokenizer_that_was_kept_is_the_same(monkeypatch, tmp_path):
+def test_cached_tokenizer_is_the_same(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     made = Tokenizer(resolve(SMOLLM2))
     [folder] = (tmp_path / "tritium").iterdir()
@@ -186,7 +186,7 @@ def test_a_tokenizer_that_was_kept_is_the_same(monkeypatch, tmp_path):
     assert kept.vocab_size == made.vocab_size
 
 
-def test_without_a_place_to_keep_it(monkeypatch, tmp_path):
+def test_tokenizer_without_a_writable_cache(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert Tokenizer(resolve(SMOLLM2)).encode("Hi")

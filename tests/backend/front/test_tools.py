@@ -1,4 +1,4 @@
-"""Tools and tool_choice: what the chat template is told, and the form of the answer."""
+"""Tools and tool_choice: what the chat template gets, and the constraint on the answer."""
 
 import json
 
@@ -35,7 +35,7 @@ def fits(answer, schema: dict) -> bool:
 
 
 @pytest.mark.parametrize("choice", ["", "auto"])
-def test_the_model_may_choose(choice):
+def test_model_may_choose(choice):
     tools = parse_tools(TOOLS, choice)
     assert tools
     assert tools.functions == [WEATHER, STOP]
@@ -59,18 +59,18 @@ def test_no_tools(tools, choice):
         ([], False),
     ],
 )
-def test_some_call_is_required(answer, right):
+def test_required_call(answer, right):
     assert fits(answer, schema(parse_tools(TOOLS, "required"))) == right
 
 
-def test_a_named_function_s_arguments():
+def test_named_function_arguments():
     arguments = schema(parse_tools(TOOLS, NAMED))
     assert fits({"city": "Rome"}, arguments)
     assert not fits({}, arguments)
     assert not fits("Rome", arguments)
 
 
-def test_references_are_found_from_the_root():
+def test_references_are_resolved_from_the_root():
     place = {"$ref": "#/$defs/place"}
     go = tool("go", properties={"to": place}, **{"$defs": {"place": {"enum": ["Rome"]}}})
     required = schema(parse_tools(json.dumps([go, STOP]), "required"))
@@ -79,13 +79,13 @@ def test_references_are_found_from_the_root():
 
 
 @pytest.mark.parametrize("definitions", [[], 5, "a"])
-def test_definitions_that_are_none(definitions):
+def test_invalid_definitions(definitions):
     tools = json.dumps([tool("a", **{"$defs": definitions or [1]})])
     with pytest.raises(InvalidArgument, match=r"'a': \$defs"):
         parse_tools(tools, "required")
 
 
-def test_two_tools_that_define_one_name():
+def test_two_tools_with_conflicting_definitions():
     tools = [
         tool(name, **{"$defs": {"place": {"enum": [name]}}}, properties={}) for name in ("a", "b")
     ]
@@ -111,7 +111,7 @@ def test_two_tools_that_define_one_name():
         ("", "required", ["tool_choice:", "'required'", "no tools"]),
     ],
 )
-def test_what_is_refused(tools, choice, said):
+def test_refused_tools(tools, choice, said):
     with pytest.raises(InvalidArgument) as refused:
         parse_tools(tools, choice)
     assert all(part in str(refused.value) for part in said), refused.value
@@ -141,7 +141,7 @@ def test_only_messages_have_tools():
         parse(inputs, json.dumps({"tools": TOOLS}))
 
 
-def test_two_forms_in_one_request():
+def test_two_constraints_in_one_request():
     choice = {"structured_outputs": {"choice": ["a"]}}
     assert request(choice, tools=TOOLS).constraint
     with pytest.raises(InvalidArgument, match=r"^tool_choice: "):
@@ -151,7 +151,7 @@ def test_two_forms_in_one_request():
 CALL = {"type": "function", "id": "1", "function": {"name": "weather", "arguments": '{"city": 1}'}}
 
 
-def test_a_conversation_with_calls():
+def test_conversation_with_tool_calls():
     messages = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": None, "tool_calls": [CALL]},

@@ -1,4 +1,4 @@
-"""Whether the server is noticed to be leaving, and not when it is only slow or someone else."""
+"""The watch notices a server that is leaving, and only that."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -11,7 +11,7 @@ from tritium.backend.host.server_watch import ServerWatch, _http_endpoint
 
 @pytest.fixture
 def server(monkeypatch):
-    """Answers with `statuses` in turn, the last one again and again; None: with nonsense."""
+    """Answers with each of `statuses`, then repeats the last; None: an invalid answer."""
     monkeypatch.setattr(server_watch, "_INTERVAL", 0.01)
     monkeypatch.setattr(server_watch, "_TIMEOUT", 0.5)
 
@@ -45,7 +45,7 @@ def watch(server, leaving: threading.Event) -> ServerWatch:
     return ServerWatch("m", "1", leaving.set, command)
 
 
-def test_a_model_that_is_not_ready_any_more_leaves(server):
+def test_model_that_is_no_longer_ready_is_leaving(server):
     server.statuses = [400, 200, None, 503, 200, 400]
     leaving = threading.Event()
     watching = watch(server, leaving)
@@ -55,7 +55,7 @@ def test_a_model_that_is_not_ready_any_more_leaves(server):
     assert len(server.paths) == 6
 
 
-def test_a_server_that_listens_no_more_leaves(server):
+def test_server_that_no_longer_listens_is_leaving(server):
     server.statuses = [200]
     leaving = threading.Event()
     watching = watch(server, leaving)
@@ -67,7 +67,7 @@ def test_a_server_that_listens_no_more_leaves(server):
 
 
 @pytest.mark.parametrize("status", [400, 403, None])
-def test_one_that_was_never_ready_does_not(server, status):
+def test_model_that_was_never_ready_is_not_leaving(server, status):
     server.statuses = [status]
     leaving = threading.Event()
     watching = watch(server, leaving)
@@ -87,5 +87,5 @@ def test_one_that_was_never_ready_does_not(server, status):
         (["--allow-http=False"], None),
     ],
 )
-def test_where_it_listens(arguments, endpoint):
+def test_http_endpoint_from_the_command(arguments, endpoint):
     assert _http_endpoint(["tritonserver", "--model-repository=/m", *arguments, ""]) == endpoint

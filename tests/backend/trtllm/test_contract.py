@@ -1,4 +1,4 @@
-"""The second door's translation: TensorRT-LLM's tensors to the main model's, and back."""
+"""TensorRT-LLM's tensors translated to the main model's, and back."""
 
 import json
 
@@ -17,7 +17,7 @@ _TYPES = {"TYPE_INT32": np.int32, "TYPE_UINT64": np.uint64, "TYPE_FP32": np.floa
 
 
 def tensors(**values):
-    """As clients send them, of shape [1, n]."""
+    """Tensors as clients send them, of shape [1, n]."""
     types = {name: data_type for name, data_type, _ in INPUTS}
     arrays = {}
     for name, value in values.items():
@@ -35,7 +35,7 @@ def sampling(parameters="", **values):
     return json.loads(translation.inputs["sampling_parameters"].item())
 
 
-def test_what_goes_to_the_main_model_is_its_contract():
+def test_translation_uses_the_main_model_contract():
     translation = translate(
         tensors(
             text_input="Hi",
@@ -64,7 +64,7 @@ def test_what_goes_to_the_main_model_is_its_contract():
         (None, None, True),
     ],
 )
-def test_the_input_is_in_the_output_unless_excluded_or_streamed(stream, exclude, echo):
+def test_input_is_in_the_output_unless_excluded_or_streamed(stream, exclude, echo):
     flags = {"stream": stream, "exclude_input_in_output": exclude}
     given = {name: flag for name, flag in flags.items() if flag is not None}
     translation = translate(tensors(text_input="Hi", **given), "")
@@ -82,7 +82,7 @@ def test_the_input_is_in_the_output_unless_excluded_or_streamed(stream, exclude,
         ({"top_p": 0.95, "temperature": 0.7}, {"top_p": 0.95, "temperature": 0.7}),
     ],
 )
-def test_without_top_k_and_top_p_it_is_greedy(sent, expected):
+def test_greedy_without_top_k_and_top_p(sent, expected):
     assert sampling(**sent) == expected
 
 
@@ -144,20 +144,20 @@ def test_request_parameters():
         ({"guided_decoding_guide_type": "regex"}, InvalidArgument, ["guided_decoding_guide:"]),
     ],
 )
-def test_what_is_refused_is_named(sent, error, words):
+def test_error_names_the_refused_input(sent, error, words):
     with pytest.raises(error) as refused:
         translate(tensors(text_input="Hi", **sent), "")
     assert all(word in str(refused.value) for word in words), refused.value
 
 
 @pytest.mark.parametrize("n", [2, "2", 0])
-def test_one_answer_only(n):
+def test_more_than_one_answer_is_refused(n):
     with pytest.raises(Unsupported, match="n: "):
         translate(tensors(text_input="Hi"), json.dumps({"n": n}))
     assert sampling(json.dumps({"n": 1}), top_k=1) == {"top_k": 1}
 
 
-def test_errors_have_the_client_s_names():
+def test_errors_use_the_client_names():
     translation = translate(tensors(text_input="Hi", min_length=-1, random_seed=1, top_k=-5), "")
     for ours, theirs in {"min_tokens": "min_length", "seed": "random_seed"}.items():
         message = f"sampling parameter '{ours}': no"
@@ -165,7 +165,7 @@ def test_errors_have_the_client_s_names():
     assert translation.with_own_names("'top_k', 'stop'") == "'top_k', 'stop'"
 
 
-def test_a_response():
+def test_response():
     outputs = {
         "text_output": np.array([b" Paris"], dtype=np.object_),
         "finish_reason": np.array([b"None"], dtype=np.object_),
@@ -191,7 +191,7 @@ def test_a_response():
     }
 
 
-def test_ids_of_requests_that_are_handed_over():
+def test_ids_of_relayed_requests():
     first, second = handover.new_id(), handover.new_id()
     assert first != second
     assert handover.is_handed_over(first)
@@ -205,11 +205,11 @@ def test_ids_of_requests_that_are_handed_over():
 
 @pytest.mark.parametrize("message", ["stop: no", "two\nlines", "", "error INTERNAL in it"])
 @pytest.mark.parametrize("kind", [RequestError, *RequestError.__subclasses__()])
-def test_errors_that_are_handed_over(kind, message):
+def test_errors_as_finish_reasons(kind, message):
     error = handover.read_error(handover.finish_reason(kind(message)))
     assert (type(error), str(error)) == (kind, message)
 
 
 @pytest.mark.parametrize("finish_reason", ["None", "stop", "length", "repetition"])
-def test_finish_reasons_that_are_no_errors(finish_reason):
+def test_finish_reasons_without_an_error(finish_reason):
     assert handover.read_error(finish_reason) is None
