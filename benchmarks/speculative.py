@@ -80,11 +80,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4, 8, 15])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
-    arguments = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     config = EngineConfig.model_validate(
         {
             "model": SMOLLM2,
-            "dtype": arguments.dtype,
+            "dtype": options.dtype,
             "max_num_seqs": 32,
             "kv_cache_memory": "512MiB",
         }
@@ -93,16 +93,16 @@ def main(arguments: list[str] | None = None) -> None:
     runner.start()
     tokenizer = Tokenizer(resolve(SMOLLM2))
     drafts = [
-        SpeculativeConfig.model_validate({"num_speculative_tokens": n}) for n in arguments.lengths
+        SpeculativeConfig.model_validate({"num_speculative_tokens": n}) for n in options.lengths
     ]
     print("| task | requests | drafts of | tokens/s | times | acceptance | same answers |")
     print("|---|---|---|---|---|---|---|")
     for task, texts, temperature in (("copying", COPYING, 0.0), ("stories", STORIES, 1.0)):
         prompts = [tokenizer.encode(text) for text in texts]
-        for num_requests in arguments.requests:
+        for num_requests in options.requests:
             ways: dict[int, list[Run]] = {}
             batch = (prompts * -(-num_requests // len(prompts)))[:num_requests]
-            for _ in range(arguments.repeats):
+            for _ in range(options.repeats):
                 for speculative in (None, *drafts):
                     changed = config.model_copy(update={"speculative_config": speculative})
                     length = speculative.num_speculative_tokens if speculative else 0
