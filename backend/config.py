@@ -12,15 +12,15 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 
 
 _Name = Annotated[str, Field(min_length=1)]
-_LineName = Annotated[str, Field(pattern="^[^_]")]  # with _ begin the accounts of the system
+_LineName = Annotated[str, Field(pattern="^[^_]")]  # names of system accounts begin with _
 
 
 class ConfigError(ValueError):
-    """A parameter of config.pbtxt is wrong; the message names it."""
+    """A parameter of config.pbtxt is invalid; the message names it."""
 
 
 def _parse_bytes(value: Any) -> Any:
-    """'512MiB', '2 GB' or a plain number of bytes."""
+    """Read a number of bytes such as 1073741824, '512MiB' or '2 GB'."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", str(value), re.IGNORECASE)
     if not match:
         raise ValueError("should be a number of bytes such as 1073741824, 512MiB or 2GB")
@@ -37,14 +37,14 @@ def _parse_json(value: Any) -> Any:
 
 
 class RepetitionDetection(BaseModel):
-    """Whether an answer ends in a loop: a pattern of tokens, `min_count` times on end.
+    """Ends an answer in a loop: when a pattern of tokens occurs `min_count` times in succession.
 
-    The fields are those of vLLM's sampling parameter of this name.
+    The fields are those of vLLM's sampling parameter of the same name.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_pattern_size: int = Field(0, ge=0, le=1024)  # tokens; 0: never
+    max_pattern_size: int = Field(0, ge=0, le=1024)  # tokens; 0: off
     min_pattern_size: int = Field(1, ge=1)
     min_count: int = Field(2, ge=2)
 
@@ -59,16 +59,16 @@ class RepetitionDetection(BaseModel):
 
 
 class SpeculativeConfig(BaseModel):
-    """Names as in vLLM's `speculative_config`, but for `by_default`."""
+    """Speculative decoding. Names as in vLLM's `speculative_config`, except `by_default`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     method: Literal["ngram"] = "ngram"  # prompt lookup
-    num_speculative_tokens: int = Field(8, ge=1, le=64)  # in a draft, at most
-    prompt_lookup_min: int = Field(3, ge=1, le=16)  # tokens that have to be met again, at least
-    prompt_lookup_max: int = Field(5, ge=1, le=16)  # the more are tried first
+    num_speculative_tokens: int = Field(8, ge=1, le=64)  # most tokens per draft
+    prompt_lookup_min: int = Field(3, ge=1, le=16)  # fewest last tokens that must occur earlier
+    prompt_lookup_max: int = Field(5, ge=1, le=16)  # most last tokens; tried first
     disable_by_batch_size: int = Field(32, ge=1)  # no drafts while more sequences run
-    by_default: bool = True  # ours: whether for requests that don't say
+    by_default: bool = True  # ours: whether requests without `speculative` use drafts
 
     @model_validator(mode="after")
     def _check(self) -> "SpeculativeConfig":
@@ -81,7 +81,7 @@ class SpeculativeConfig(BaseModel):
 
 
 class EngineConfig(BaseModel):
-    """Everything that config.pbtxt can set, each with a default that protects the server."""
+    """The parameters of config.pbtxt. Their defaults protect the server from overload."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -279,14 +279,14 @@ class EngineConfig(BaseModel):
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}), so that each running request can move on"
+                f"max_num_seqs ({self.max_num_seqs}), so that each step can advance all requests"
             )
         if self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size ({self.block_size}) must be a power of two")
         if self.batch_invariant and self.lora_modules:
             raise ValueError(
-                "batch_invariant can't be true beside lora_modules: what adapters add is computed "
-                "by products that depend on the batch"
+                "batch_invariant can't be true beside lora_modules: an adapter's matrix products "
+                "depend on the batch"
             )
         return self
 
@@ -294,7 +294,7 @@ class EngineConfig(BaseModel):
     def from_parameters(cls, parameters: Mapping[str, Any]) -> "EngineConfig":
         """Read the `parameters` map of a model configuration, {name: {"string_value": text}}.
 
-        Names in capitals belong to Triton Server and its Python backend and are left to them.
+        Names in capitals are ignored: they belong to Triton Server and its Python backend.
 
         Raises:
             ConfigError: names the parameter, its value and what is allowed.

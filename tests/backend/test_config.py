@@ -183,7 +183,7 @@ def test_model_is_required():
 def test_token_budget_must_cover_every_running_sequence():
     assert refusal(max_num_seqs="64", max_num_batched_tokens="63") == (
         "config.pbtxt: max_num_batched_tokens (63) must be at least max_num_seqs (64), "
-        "so that each running request can move on"
+        "so that each step can advance all requests"
     )
     assert read(max_num_seqs="64", max_num_batched_tokens="64").max_num_seqs == 64
 

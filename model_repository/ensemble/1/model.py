@@ -1,4 +1,4 @@
-"""What Triton Server loads; everything is in `backend`."""
+"""The file that Triton Server loads; the code is in the package `tritium.backend`."""
 
 from tritium.backend.trtllm.model import TritonPythonModel
 
