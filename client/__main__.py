@@ -1,4 +1,4 @@
-"""The command line: `tritium chat`, `generate PROMPT` and `usage report`."""
+"""The commands `tritium chat`, `tritium generate` and `tritium usage`."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of a pipe has seen enough
+    except BrokenPipeError:  # the reader of a pipe has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         default=[],
         type=parse_param,
         metavar="KEY=VALUE",
-        help="any other sampling parameter, the value as JSON; may be repeated",
+        help="another sampling parameter, with its value as JSON; may be repeated",
     )
 
     parser = argparse.ArgumentParser(prog="tritium", description=__doc__)
@@ -66,7 +66,9 @@ def build_parser() -> argparse.ArgumentParser:
     form.add_argument(
         "--chat", action="store_true", help="the prompt is a user's message (default)"
     )
-    form.add_argument("--raw", action="store_true", help="as it is, without chat template")
+    form.add_argument(
+        "--raw", action="store_true", help="send the prompt as it is, without the chat template"
+    )
     generate.add_argument("--usage", action="store_true", help="print tokens and times to stderr")
     generate.set_defaults(run=_generate)
     add_commands(commands)
@@ -74,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse_param(text: str) -> tuple[str, Any]:
-    """Split KEY=VALUE; a value that is not JSON is taken as the string it is."""
+    """Split KEY=VALUE; a value that is not JSON is a string."""
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
@@ -85,7 +87,7 @@ def parse_param(text: str) -> tuple[str, Any]:
 
 
 def sampling_parameters(args: argparse.Namespace) -> dict[str, Any]:
-    """Collect what was given; --param has the last word."""
+    """The sampling parameters that were given; --param overrides the others."""
     named = {
         name: getattr(args, name) for name in ("max_tokens", "temperature", "top_p", "seed", "stop")
     }
@@ -122,7 +124,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def describe_usage(usage: Usage) -> str:
-    """Put an answer's usage into one line."""
+    """An answer's usage as one line of text."""
     return (
         f"prompt {usage.prompt_tokens} tokens ({usage.cached_tokens} cached), "
         f"output {usage.output_tokens} tokens; queue {usage.queue_ms:.0f} ms, "

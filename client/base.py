@@ -1,4 +1,4 @@
-"""What both transports share: the calls a caller makes and the stream they answer with."""
+"""What both transports share: the calls of a client and the stream that they return."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -12,8 +12,8 @@ from tritium.client.types import ConnectionLost, Delta, Generation, GenerationEr
 class GenerationStream(Iterator[Delta]):
     """The deltas of one answer, as they arrive.
 
-    Leaving it early cancels the request on the server: by `cancel()` from any thread, by the end of
-    a `with` block, or by dropping it. After `cancel()` the iteration just ends.
+    The request is cancelled on the server by `cancel()` from any thread, at the end of a `with`
+    block, or when the stream is garbage collected. After `cancel()` the iteration ends.
     """
 
     def __init__(self, deltas: Iterator[Delta], abort: Callable[[], None]) -> None:
@@ -28,10 +28,10 @@ class GenerationStream(Iterator[Delta]):
         except StopIteration:
             if self._finished or self._cancelled:
                 raise
-            # The connection or the server went down amid the answer.
+            # The connection or the server failed during the answer.
             raise ConnectionLost("the answer broke off") from None
         except (GenerationError, TimeoutError):
-            # What a transport reports while it is being torn down is our own doing.
+            # cancel() makes the transport report an error.
             if self._cancelled:
                 raise StopIteration from None
             raise
@@ -39,7 +39,7 @@ class GenerationStream(Iterator[Delta]):
         return delta
 
     def cancel(self) -> None:
-        """Stop the generation on the server; nothing happens if it is over already."""
+        """Stop the generation on the server; does nothing if it has ended."""
         self._cancelled = True
         self._abort()
 
@@ -56,7 +56,7 @@ class GenerationStream(Iterator[Delta]):
 
 
 class Client(ABC):
-    """A Tritium server's model. One client serves any number of threads."""
+    """A client of one served model, for any number of threads."""
 
     def stream(
         self,
@@ -67,9 +67,13 @@ class Client(ABC):
     ) -> GenerationStream:
         """Start an answer to `prompt`, or to `messages=`.
 
-        `timeout`, in seconds, bounds the whole answer: past it, TimeoutError is raised and the
-        request is cancelled on the server. Errors of the server or on the way to it are
-        GenerationErrors, raised here or while iterating.
+        Args:
+            timeout: Seconds for the whole answer; then the request is cancelled on the server.
+            options: See `RequestOptions`.
+
+        Raises:
+            GenerationError: the server reported an error; raised here or while iterating.
+            TimeoutError: the answer was not complete within `timeout`.
         """
         return self._open(request_fields(prompt, **options), timeout)
 
@@ -92,7 +96,7 @@ class Client(ABC):
 
     @abstractmethod
     def connect(self, timeout: float) -> None:
-        """Reach the server once, so that the first request does not wait for a connection.
+        """Connect to the server, so that the first request does not wait for a connection.
 
         Raises:
             ConnectionLost: it does not answer within `timeout` seconds.

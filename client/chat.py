@@ -1,4 +1,4 @@
-"""The `chat` command: a conversation, and the loop around it that reads and prints."""
+"""The command `tritium chat`: a conversation, and the loop that reads and prints it."""
 
 import sys
 from collections.abc import Iterator
@@ -32,11 +32,11 @@ class Chat:
         self.turns: list[dict[str, str]] = []
 
     def reset(self) -> None:
-        """Forget everything but the system prompt."""
+        """Forget everything except the system prompt."""
         self.turns.clear()
 
     def ask(self, text: str) -> Iterator[str]:
-        """Yield the answer in pieces. Closed early, it keeps what the user has seen."""
+        """Yield the answer in pieces. If closed early, the history keeps the pieces so far."""
         while True:
             try:
                 yield from self._answer({"role": "user", "content": text})

@@ -1,8 +1,8 @@
-"""The client over gRPC: one bidirectional stream a request, all on one channel.
+"""The client over gRPC: one bidirectional stream per request, all on one channel.
 
-It calls ModelStreamInfer through tritonclient's generated stub, not through its
-`InferenceServerClient.start_stream`: that allows one stream a client, needs a thread for each, and
-`stop_stream(cancel_requests=True)` leaves a thread behind for ever, waiting for a next request.
+It calls ModelStreamInfer through tritonclient's generated stub. tritonclient's own
+`InferenceServerClient.start_stream` allows one stream per client and needs a thread for each, and
+`stop_stream(cancel_requests=True)` leaves a blocked thread behind.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,8 +14,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritium.client.base import Client, GenerationStream
 from tritium.client.types import ConnectionLost, Delta, GenerationError
 
-# gRPC doubles its pause between attempts up to two minutes, in which every call fails at once:
-# too long for someone who waits for a server to start.
+# By default gRPC doubles its pause between attempts up to two minutes, and every call in a pause
+# fails at once. That is too long while a server starts.
 _CHANNEL_OPTIONS = (("grpc.max_reconnect_backoff_ms", 1000),)
 
 
@@ -38,10 +38,9 @@ class GrpcClient(Client):
     def _open(
         self, fields: Mapping[str, str | bool | int], timeout: float | None
     ) -> GenerationStream:
-        # gRPC closes our side of the stream behind the only request, so the server ends the call
-        # when the answer is complete. The timeout is a deadline, which reaches the server too.
-        # Not with the metadata `triton_grpc_error`, which makes errors end the stream with a
-        # status: Triton Server 2.51 then crashes at times.
+        # gRPC closes the client's side after the only request, so the server ends the call when the
+        # answer is complete. The timeout is a deadline that the server knows as well. The metadata
+        # `triton_grpc_error` is not used: with it Triton Server 2.51 sometimes crashes.
         request = iter([_infer_request(self._model, fields)])
         call = self._infer(request, timeout=timeout)
         return GenerationStream(_deltas(call, self._url, timeout), call.cancel)
@@ -69,8 +68,8 @@ def _deltas(call: Any, url: str, timeout: float | None) -> Iterator[Delta]:
     try:
         for response in call:
             if response.error_message:
-                # To the end of the call: where it is cancelled just behind an error, Triton
-                # Server 2.51 can't unload the model any more.
+                # Read to the end: if a call is cancelled right after an error, Triton Server 2.51
+                # can no longer unload the model.
                 next(call, None)
                 raise GenerationError.from_message(response.error_message)
             yield Delta.from_outputs(_outputs(response.infer_response))
@@ -84,7 +83,7 @@ def _deltas(call: Any, url: str, timeout: float | None) -> Iterator[Delta]:
 def _outputs(response: service_pb2.ModelInferResponse) -> dict[str, str | int]:
     """The first element of each output: the length and bytes of a string, or an unsigned number.
 
-    tritonclient's InferResult does the same by way of numpy arrays, in 50 us more a response.
+    tritonclient's InferResult goes through numpy arrays, which takes 50 us more per response.
     """
     outputs: dict[str, str | int] = {}
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
@@ -101,6 +100,6 @@ def _generation_error(call: Any, url: str, timeout: float | None) -> GenerationE
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return TimeoutError(f"no complete answer from {url} within {timeout} s")
     if code is grpc.StatusCode.UNAVAILABLE:
-        # Refused by the server or no way to it: gRPC does not tell, so say who it was about.
+        # gRPC does not tell a refusal by the server from a failed connection, so name the server.
         return ConnectionLost(f"{url}: {details}")
     return GenerationError(code.name, details)

@@ -1,11 +1,11 @@
 """The client over HTTP: `/generate_stream`, whose answer is a stream of server-sent events.
 
-It stands on the standard library's http.client, since cancelling from another thread and a bound
-on the whole answer both need the socket, before the answer's first byte too. No library with a
-connection pool hands that out.
+It uses the standard library's http.client, because cancelling from another thread and a timeout of
+the whole answer both need the socket, even before the first byte of the answer. Libraries with a
+connection pool do not give access to it.
 
-Triton Server notices that an HTTP client is gone when it next writes to it. A request cancelled
-in the queue therefore lives until its first token; over gRPC it is dropped at once.
+Triton Server notices a closed HTTP connection at its next write. A cancelled request that waits in
+the queue therefore stays until its first token; over gRPC it is removed at once.
 """
 
 import json
@@ -20,8 +20,8 @@ from tritium.client.base import Client, GenerationStream
 from tritium.client.sse import parse_events
 from tritium.client.types import ConnectionLost, Delta, GenerationError
 
-# Triton Server's mapping of its codes, read backwards. Older ones (2.51) answer every error of the
-# generate endpoints with 400: there the message alone tells a full queue from a bad value.
+# The inverse of Triton Server's mapping. 2.51 answers every error of the generate endpoints with
+# 400, so only the message distinguishes a full queue from a wrong value.
 _CODES = {
     400: "INVALID_ARGUMENT",
     404: "NOT_FOUND",
@@ -44,7 +44,7 @@ class HttpClient(Client):
         self._path = f"{parts.path.rstrip('/')}/v2/models/{quote(model, safe='')}/generate_stream"
 
     def connect(self, timeout: float) -> None:
-        """Only to know that it is there: each request has a connection of its own."""
+        """Check that the server accepts connections; each request opens its own."""
         try:
             socket.create_connection((self._host, self._port), timeout).close()
         except OSError as error:
@@ -60,7 +60,7 @@ class HttpClient(Client):
 
 
 class _Exchange:
-    """One request and its answer, on a connection of their own; closing that is how to cancel."""
+    """One request and its answer on a connection of their own; closing it cancels the request."""
 
     def __init__(self, connection: HTTPConnection, url: str, timeout: float | None) -> None:
         self._connection = connection
@@ -96,12 +96,12 @@ class _Exchange:
             raise self._failure(error) from error
 
     def close(self) -> None:
-        """Hang up and release the connection. For the thread that reads the answer."""
+        """Shut down and release the connection; called by the thread that reads the answer."""
         self.abort()
         self._connection.close()
 
     def abort(self) -> None:
-        """Hang up. Any thread may: a shutdown wakes the one that waits for the answer."""
+        """Shut down the connection, from any thread; this wakes the thread that reads."""
         if self._socket is not None:
             with suppress(OSError):  # closed already, by us or by the server
                 self._socket.shutdown(socket.SHUT_RDWR)

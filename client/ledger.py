@@ -1,6 +1,6 @@
-"""Reads the ledgers of one or several servers as one. Their schema is in docs/billing.md.
+"""Reads the ledgers of one or more servers as one. docs/billing.md has their schema.
 
-Rows stay in their files: sums are SQLite's, and whoever wants rows gets one after the other.
+Rows stay in their files: SQLite computes sums, and rows are read one after the other.
 """
 
 import os
@@ -21,17 +21,17 @@ class LedgerError(ValueError):
 
 
 class Gap(NamedTuple):
-    """What the identity is off by; both are zero in a good ledger."""
+    """By how much the identity fails for one server; zero in a correct ledger."""
 
     server: str
     num_totals: int
     busy_ns: int  # sum of absolute differences
     kv_block_seconds: float  # the largest, relative
-    num_later_rows: int  # rows behind the last totals, which nothing speaks of yet
+    num_later_rows: int  # rows after the last totals, which no totals cover yet
 
 
 class _Part(NamedTuple):
-    """What one file adds: its rows from one sequence number to another, both included."""
+    """The rows that are read from one file: sequence numbers first to last, inclusive."""
 
     path: Path
     first: int
@@ -41,7 +41,7 @@ class _Part(NamedTuple):
 class Ledger:
     """Rows of requests and of totals, each once, in the order in which their servers wrote them.
 
-    What is written after `read` is not seen, so that all answers agree.
+    Rows written after `read` are not seen, so all queries agree.
     """
 
     def __init__(self, servers: dict[str, list[_Part]], since: float | None = None) -> None:
@@ -50,7 +50,7 @@ class Ledger:
 
     @classmethod
     def read(cls, paths: list[Path]) -> "Ledger":
-        """Of files, or of all `*.ledger` in directories; a file's copy adds nothing.
+        """Read files, or all `*.ledger` files of directories; a copy of a file adds nothing.
 
         Raises:
             LedgerError: names the file.
@@ -63,7 +63,7 @@ class Ledger:
                     f"{path}: has version {version} of the schema; this client reads version "
                     f"{SCHEMA_VERSION}"
                 )
-            ends = " UNION ALL ".join(  # one by one, which SQLite looks up without a scan
+            ends = " UNION ALL ".join(  # separate queries, which SQLite answers without a scan
                 f"SELECT {end}(sequence) AS n FROM {table}"
                 for table in ("requests", "totals")
                 for end in ("min", "max")
@@ -74,9 +74,9 @@ class Ledger:
         return cls({server: _once(parts) for server, parts in sorted(found.items())})
 
     def window(self, since: float | None, until: float | None) -> "Ledger":
-        """From the last totals before `since` to the last ones before `until`, server by server.
+        """Per server: from the last totals before `since` to the last totals before `until`.
 
-        So every row in between is there, and the identity holds for it.
+        The window holds every row between them, so the identity holds within it.
         """
         servers = {}
         for server, ledger in self.by_server():
@@ -104,7 +104,7 @@ class Ledger:
                 yield from _execute(path, sql)
 
     def columns(self, table: str) -> dict[str, str]:
-        """Their names and SQLite's names of their types."""
+        """Column names and their SQLite types."""
         paths = (path for parts in self._servers.values() for path, *_ in parts)
         information = f"PRAGMA table_info({table})"
         return {
@@ -114,7 +114,7 @@ class Ledger:
         }
 
     def ends(self) -> tuple[Row, Row] | None:
-        """The first totals and the last ones, of one server; None where there are none."""
+        """The first and the last totals of one server; None if there are none."""
         found = self.select("min(sequence), max(sequence)", "totals")
         numbers = [number for row in found for number in row if number is not None]
         if not numbers:
@@ -124,7 +124,7 @@ class Ledger:
         return rows[0], rows[-1]
 
     def check(self) -> list[Gap]:
-        """The identity between each totals and the next ones, server by server::
+        """Check the identity between consecutive totals, per server::
 
         busy = rows + open + warm-up + preemption + fault + overrun
         """
@@ -159,7 +159,7 @@ class Ledger:
         return Gap(server, num_totals, busy_ns, kv_gap, num_later_rows)
 
     def _last_totals_by(self, moment: float | None, otherwise: int) -> int:
-        """Their sequence number; `otherwise` where there is no moment, or nothing by then."""
+        """Sequence number of the last totals by `moment`; `otherwise` if there are none."""
         if moment is None:
             return otherwise
         found = self.select("max(sequence)", "totals", f"AND time <= {moment!r}")
@@ -167,17 +167,17 @@ class Ledger:
 
 
 def _unbilled(totals: Row) -> int:
-    """What rows of requests have to make up for."""
+    """Busy time that the rows of requests must account for."""
     accounts = ("open_ns", "warmup_ns", "preemption_ns", "fault_ns", "overrun_ns")
     unbilled: int = totals["busy_ns"] - sum(totals[account] for account in accounts)
     return unbilled
 
 
 def _once(parts: list[_Part]) -> list[_Part]:
-    """In order, without the rows that an earlier one has, too.
+    """Parts in order, each without the rows that an earlier part has as well.
 
-    A file holds all that its server wrote in its time; the next one begins with the last rows of
-    the one before, and a copy with less in it is a part of another.
+    A file holds everything that its server wrote in its time, and begins with the last rows of the
+    file before it. A shorter copy of a file is contained in the longer one.
     """
     kept: list[_Part] = []
     position = -1
@@ -217,8 +217,8 @@ def _execute(path: Path, sql: str) -> Iterator[Row]:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Where its writer was killed, the file's end is in its -wal, and SQLite has to write there to
-    read it. Where nobody can write, a file without one can be read as it is."""
+    """If the writer was killed, the end of the file is in its -wal, and SQLite must write there to
+    read it. In a read-only folder a file without a -wal is read as it is."""
     if os.access(path.parent, os.W_OK) or path.with_name(f"{path.name}-wal").exists():
         return sqlite3.connect(path)
     return sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)

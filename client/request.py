@@ -1,18 +1,18 @@
-"""A request's input fields, by the server's names, before a transport encodes them."""
+"""The input fields of a request under the server's names, before a transport encodes them."""
 
 import json
 from typing import Any, TypedDict
 
 
 class RequestOptions(TypedDict, total=False):
-    """What may accompany a prompt."""
+    """Options of a request besides the prompt."""
 
     messages: list[dict[str, str]] | None  # chat messages, instead of a prompt
-    sampling: dict[str, Any] | None  # sampling parameters, by vLLM's names
-    business_line: str | None  # who pays
+    sampling: dict[str, Any] | None  # sampling parameters under vLLM's names
+    business_line: str | None  # the line that pays
     cache_salt: str | None  # extra isolation of the prefix cache
     request_class: str | None  # "interactive" or "offline"
-    deadline_ms: int | None  # within which the answer has to be complete
+    deadline_ms: int | None  # from arrival to the end of the answer
 
 
 def request_fields(
@@ -43,10 +43,10 @@ def request_fields(
         fields["messages"] = json.dumps(messages, ensure_ascii=False)
     if sampling:
         fields["sampling_parameters"] = json.dumps(sampling, ensure_ascii=False)
-    who = {
+    labels = {
         "business_line": business_line,
         "cache_salt": cache_salt,
         "request_class": request_class,
         "deadline_ms": deadline_ms,
     }
-    return fields | {name: value for name, value in who.items() if value is not None}
+    return fields | {name: value for name, value in labels.items() if value is not None}

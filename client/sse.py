@@ -13,5 +13,5 @@ def parse_events(lines: Iterable[bytes]) -> Iterator[str]:
         elif not text and data:
             yield "\n".join(data)
             data.clear()
-    if data:  # the server need not end its last event with an empty line
+    if data:  # the last event may lack its empty line
         yield "\n".join(data)

@@ -1,4 +1,4 @@
-"""What the client hands out: deltas, whole answers, usage, errors. Knows nothing of transports."""
+"""The client's results: deltas, answers, usage, errors. Knows nothing of transports."""
 
 import json
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ _STATUSES = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "UNAVAILABLE", "CANCELLED", "I
 
 
 class GenerationError(Exception):
-    """The server refused a request, broke off its answer, or could not be reached.
+    """The server refused a request, ended its answer early, or could not be reached.
 
     `code` is a gRPC status name (`INVALID_ARGUMENT`, `UNAVAILABLE`, ...) over both transports, or
-    `UNKNOWN` where the server sent a message without a code.
+    `UNKNOWN` if the server sent a message without a code.
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -25,9 +25,9 @@ class GenerationError(Exception):
 
     @classmethod
     def from_message(cls, message: str, code: str = "UNKNOWN") -> Self:
-        """Read what the server says: "STATUS: message", where `return_error_code` acted.
+        """Parse the server's message: "STATUS: message" if `return_error_code` had effect.
 
-        `code` is what is known otherwise: an error from before the model has only its text.
+        `code` is used otherwise: an error raised before the model has only its text.
         """
         status, separator, rest = message.partition(": ")
         if separator and status in _STATUSES:
@@ -36,7 +36,7 @@ class GenerationError(Exception):
 
 
 class ConnectionLost(GenerationError):
-    """There was no way to the server, or it went away amid an answer."""
+    """The server could not be reached, or the connection broke during an answer."""
 
     def __init__(self, message: str) -> None:
         super().__init__("UNAVAILABLE", message)
@@ -44,7 +44,7 @@ class ConnectionLost(GenerationError):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one answer cost, as the server measured it."""
+    """What one answer used, as measured by the server."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -53,14 +53,14 @@ class Usage:
     ttft_ms: float = 0.0
     total_ms: float = 0.0
     preemptions: int = 0
-    prefill_ms: float = 0.0  # of the device, as decode_ms
+    prefill_ms: float = 0.0  # device time, like decode_ms
     decode_ms: float = 0.0
     recompute_ms: float = 0.0  # after preemption; not billed
     saved_ms: float = 0.0  # by the prefix cache, estimated
     kv_block_seconds: float = 0.0
     peak_kv_bytes: int = 0
-    peak_own_kv_bytes: int = 0  # without what was found in the prefix cache
-    cost: float | None = None  # where the server has a price
+    peak_own_kv_bytes: int = 0  # without blocks found in the prefix cache
+    cost: float | None = None  # None if the server has no price
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -80,12 +80,12 @@ class Delta:
 
     @classmethod
     def from_outputs(cls, outputs: Mapping[str, Any]) -> Self:
-        """Build it from one response's output tensors, each reduced to its only element."""
+        """Build a delta from one response's outputs, each reduced to its only element."""
         reason = outputs.get("finish_reason")
         usage = outputs.get("usage")
         return cls(
             text=outputs.get("text_output", ""),
-            # The contract's word for "not finished yet" is the string None.
+            # In the contract the string None means that the answer has not ended.
             finish_reason=None if reason == "None" else reason,
             usage=Usage.from_json(usage) if usage else None,
             num_output_tokens=outputs.get("num_output_tokens", 0),

@@ -1,4 +1,4 @@
-"""The `usage` command: what business lines have used, what it costs, and whether it adds up."""
+"""The command `tritium usage`: reports, checks and exports of ledgers."""
 
 import argparse
 import csv
@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -19,136 +18,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tritium.client.bill import GROUPS, Line, Report, without_name
 from tritium.client.ledger import Ledger, LedgerError, Row
+from tritium.client.usage_html import to_html
 
-NS_PER_HOUR = 3_600_000_000_000
-# What can be grouped by, in SQL.
-GROUPS = {
-    "business_line": "coalesce(nullif(business_line, ''), '(none)')",
-    "request_class": "coalesce(nullif(request_class, ''), '(none)')",
-    "outcome": "outcome",
-    "server": "server",
-    "day": "date(arrival, 'unixepoch')",
-}
-ACCOUNTS = ("warmup", "preemption", "fault", "overrun", "open")  # parts of busy
 _KV_TOLERANCE = 1e-9
 _ROW_GROUP = 10_000
 _UNITS = {"m": 60, "h": 3600, "d": 86400}
 
 
-@dataclass(slots=True)
-class Line:
-    """What one group of requests has used, or one account of the system."""
-
-    name: tuple[str, ...]  # values of the columns that were grouped by
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    prefill_ns: int = 0
-    decode_ns: int = 0
-    recompute_ns: int = 0  # on the account _preemption, not here
-    saved_ns: int = 0
-    kv_block_seconds: float = 0.0
-    busy_ns: int = 0
-    cost: float = 0.0
-
-    def add(self, other: "Line") -> None:
-        for name in _SUMMED:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
-
-_SUMMED = [field.name for field in fields(Line)][1:-1]
-_SUMS = ", ".join(
-    {"requests": "count(*)", "busy_ns": "sum(prefill_ns + decode_ns)"}.get(name, f"sum({name})")
-    for name in _SUMMED
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A bill.
-
-    With the basis `usage` a line pays for its busy time, and the system's accounts have lines of
-    their own; with `allocation` the lines share all of the time, idle too, as they share the busy
-    time. Either way the costs sum to `cost`.
-    """
-
-    by: tuple[str, ...]
-    basis: str
-    lines: list[Line]  # the most expensive first, the system's accounts last
-    busy_ns: int
-    idle_ns: int
-    cost: float
-
-    @classmethod
-    def of(cls, ledger: Ledger, by: tuple[str, ...], basis: str, price_per_hour: float) -> "Report":
-        groups: dict[tuple[str, ...], Line] = {}
-        names = ", ".join(GROUPS[column] for column in by)
-        for row in ledger.select(f"{names}, {_SUMS}", "requests", f"GROUP BY {names}"):
-            name, sums = tuple(row)[: len(by)], tuple(row)[len(by) :]
-            groups.setdefault(name, Line(name)).add(Line(name, *sums))
-        accounts = dict.fromkeys((*ACCOUNTS, "busy", "idle"), 0)
-        for _, of_server in ledger.by_server():
-            for account, ns in _accounts(of_server).items():
-                accounts[account] += ns
-        busy, idle = accounts["busy"], accounts["idle"]
-        system = [
-            Line((f"_{account}", *[""] * (len(by) - 1)), busy_ns=accounts[account])
-            for account in ACCOUNTS
-            if accounts[account]
-        ]
-        lines = sorted(groups.values(), key=lambda line: (-line.busy_ns, line.name))
-        if basis == "allocation":
-            billed = sum(line.busy_ns for line in lines)
-            whole = busy + idle
-            if not billed:  # nobody to share it
-                system = [Line(("_unused", *[""] * (len(by) - 1)), busy_ns=busy)]
-            for line in lines if billed else system:
-                share = line.busy_ns / billed if billed else 1.0
-                line.cost = whole * share / NS_PER_HOUR * price_per_hour
-            lines = lines if billed else [*lines, *system]
-        else:
-            lines += system
-            for line in lines:
-                line.cost = line.busy_ns / NS_PER_HOUR * price_per_hour
-        return cls(by, basis, lines, busy, idle, sum(line.cost for line in lines))
-
-    def records(self) -> list[dict[str, Any]]:
-        """One a line: the columns that were grouped by, then what it has used."""
-        return [
-            {**dict(zip(self.by, line.name, strict=True)), **_without_name(line)}
-            for line in self.lines
-        ]
-
-
-def _without_name(line: Line) -> dict[str, Any]:
-    return {name: value for name, value in asdict(line).items() if name != "name"}
-
-
-def _accounts(ledger: Ledger) -> dict[str, int]:
-    """Where a server's time went between its first totals and the last ones."""
-    accounts = dict.fromkeys((*ACCOUNTS, "busy", "idle"), 0)
-    behind = ""
-    if ends := ledger.ends():
-        first, last = ends
-        # A server's very first totals have its warm-up, which is in the bill of that time.
-        is_first = first["busy_ns"] == first["warmup_ns"]
-        is_first &= ledger.since is None or first["time"] > ledger.since
-        for account in accounts:
-            column = f"{account}_ns"
-            accounts[account] = last[column] - (0 if is_first else first[column])
-        behind = f"AND sequence > {last['sequence']}"
-    # Rows behind the last totals: what they used was open then, as far as it was used by then.
-    sums = ledger.select("coalesce(sum(prefill_ns + decode_ns), 0)", "requests", behind)
-    later: int = sum(ns for (ns,) in sums)
-    was_open = min(later, max(accounts["open"], 0))
-    accounts["open"] -= was_open
-    accounts["busy"] += later - was_open
-    return accounts
-
-
-# -- forms --
+# -- formats --
 
 
 def show_table(report: Report, console: Console) -> None:
@@ -172,7 +51,7 @@ def show_table(report: Report, console: Console) -> None:
 
 
 def _printable(name: str) -> Text:
-    """Callers choose names: neither rich's markup nor a terminal's control codes."""
+    """A name as plain text: callers choose names, so markup and control codes must not act."""
     return Text("".join(c if c.isprintable() else ascii(c)[1:-1] for c in name))
 
 
@@ -196,7 +75,7 @@ def _cells(line: Line) -> list[str]:
 
 def to_csv(report: Report) -> str:
     text = io.StringIO()
-    names = [*report.by, *(name for name in _without_name(Line(())))]
+    names = [*report.by, *without_name(Line(()))]
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(report.records())
@@ -213,7 +92,7 @@ def to_json(report: Report) -> str:
 
 def add_commands(commands: Any) -> None:
     """`usage report`, `usage check` and `usage export`."""
-    usage = commands.add_parser("usage", help="read ledgers: a bill, a check, an export")
+    usage = commands.add_parser("usage", help="bills from the files of a ledger")
     actions = usage.add_subparsers(required=True, metavar="ACTION")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
@@ -230,28 +109,33 @@ def add_commands(commands: Any) -> None:
         )
     window.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
 
-    report = actions.add_parser("report", parents=[common, window], help="who has used what")
+    report = actions.add_parser(
+        "report", parents=[common, window], help="what each line used and what it costs"
+    )
     report.add_argument(
         "--by",
         type=parse_groups,
         default=("business_line",),
         metavar="COLUMN,...",
-        help=f"of {', '.join(GROUPS)}; default: business_line",
+        help=f"columns to group by: {', '.join(GROUPS)}; default: business_line",
     )
     report.add_argument(
-        "--price", type=parse_price, default=0.0, help="of the device, as 2.5/gpu-hour"
+        "--price",
+        type=parse_price,
+        default=0.0,
+        help="price of the device, for example 2.5/gpu-hour",
     )
     report.add_argument(
         "--basis",
         choices=("usage", "allocation"),
         default="usage",
-        help="usage: lines pay for their busy time; allocation: they share idle time, too",
+        help="usage: a line pays for its busy time; allocation: lines also share idle time",
     )
     report.add_argument("--format", choices=("table", "csv", "json", "html"), default="table")
     report.set_defaults(run=_report)
-    check = actions.add_parser("check", parents=[common], help="prove that the bill adds up")
+    check = actions.add_parser("check", parents=[common], help="prove that the bills add up")
     check.set_defaults(run=_check)
-    export = actions.add_parser("export", parents=[common, window], help="all rows of requests")
+    export = actions.add_parser("export", parents=[common, window], help="one row per request")
     export.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl")
     export.set_defaults(run=_export)
 
@@ -300,8 +184,6 @@ def _report(args: argparse.Namespace) -> int:
             show_table(report, Console(file=file, width=None if file.isatty() else 160))
         return 0
     if args.format == "html":
-        from tritium.client.usage_html import to_html  # plotly takes a second
-
         text = to_html(report, ledger, args.price)
     else:
         text = to_csv(report) if args.format == "csv" else to_json(report) + "\n"
@@ -341,7 +223,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _write_parquet(rows: Iterator[Row], columns: dict[str, str], path: Path) -> None:
-    """So many rows at a time are in memory as a row group has."""
+    """Holds one row group in memory at a time."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -358,7 +240,7 @@ def _write_parquet(rows: Iterator[Row], columns: dict[str, str], path: Path) -> 
 
 @contextmanager
 def _output(path: Path | None) -> Iterator[TextIO]:
-    """A file to write to, or standard output, which is not closed."""
+    """The file to write to, or standard output, which stays open."""
     if path is None:
         yield sys.stdout
         sys.stdout.flush()

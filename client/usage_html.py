@@ -1,4 +1,4 @@
-"""A bill as one HTML page that needs nothing beside it: a table and charts."""
+"""A bill as one self-contained HTML page: a table and charts."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -9,16 +9,16 @@ from pathlib import Path
 import plotly.graph_objects as go
 from jinja2 import Environment
 
+from tritium.client.bill import GROUPS, NS_PER_HOUR, Report
 from tritium.client.ledger import Ledger
-from tritium.client.usage import GROUPS, NS_PER_HOUR, Report
 
 _PAGE = Path(__file__).with_name("usage.html.jinja")
 _NUM_BUCKETS = 60
 _CONFIG = {"displayModeBar": False, "responsive": True}
 _ENDED = "(arrival + total_ms / 1e3)"
 _TOKENS = "prompt_tokens + output_tokens"
-_NUM_LINES = 20  # of a chart
-_STEPS = (1, 10, 60, 600, 3600, 6 * 3600, 86400)  # seconds of a bucket
+_NUM_LINES = 20  # shown in a chart
+_STEPS = (1, 10, 60, 600, 3600, 6 * 3600, 86400)  # seconds per bucket
 
 _TITLES = {
     "requests": ("requests", "%d"),
@@ -39,7 +39,7 @@ def to_html(report: Report, ledger: Ledger, price_per_hour: float) -> str:
         _stacked("Tokens over time", buckets, _over_time(ledger, buckets, _TOKENS)),
         _stacked("Busy and idle, seconds", buckets, _busy_and_idle(ledger, buckets)),
         _bars("Saved by reuse, seconds", report, "saved_ns"),
-        _bars("Computed again after preemption, seconds", report, "recompute_ns"),
+        _bars("Recomputed after preemption, seconds", report, "recompute_ns"),
     ]
     charts = [
         figure.to_html(full_html=False, include_plotlyjs=i == 0, config=_CONFIG)
@@ -56,7 +56,7 @@ def to_html(report: Report, ledger: Ledger, price_per_hour: float) -> str:
 
 
 class _Buckets:
-    """Cuts the ledger's time into at most about 60 parts of a round length."""
+    """Divides the ledger's time into about 60 buckets of a round length."""
 
     def __init__(self, ledger: Ledger) -> None:
         ends = [
@@ -74,7 +74,7 @@ class _Buckets:
         self.times = [_time((self.first + i) * self.seconds) for i in range(self.count)]
 
     def sums(self, values: Iterable[tuple[str, float, float]]) -> dict[str, list[float]]:
-        """Of (name, seconds since 1970, value), by name and bucket."""
+        """Sums of (name, seconds since 1970, value) by name and bucket."""
         found: dict[str, list[float]] = defaultdict(lambda: [0.0] * self.count)
         for name, moment, value in values:
             found[name][int(moment // self.seconds) - self.first] += value
@@ -90,7 +90,7 @@ def _cost(price_per_hour: float) -> str:
 
 
 def _over_time(ledger: Ledger, buckets: _Buckets, value: str) -> dict[str, list[float]]:
-    """Sums of an expression by business line; of the largest ones, and of all others together."""
+    """Sums of an SQL expression by business line; small lines are shown together."""
     line = GROUPS["business_line"]
     bucket = f"CAST({_ENDED} / {buckets.seconds} AS INTEGER)"
     rows = ledger.select(

@@ -22,8 +22,8 @@ from tritium.backend.front.tokenizer import Tokenizer
 from tritium.backend.host.serve import TritonServer
 from tritium.backend.runner.models.loader import resolve
 from tritium.client import GrpcClient
+from tritium.client.bill import Report
 from tritium.client.ledger import Ledger
-from tritium.client.usage import Report
 from tritium.loadtests.bench import Prompts, measure_bill
 from tritium.loadtests.model_folder import read_config, serve_with
 

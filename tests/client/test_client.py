@@ -459,6 +459,7 @@ def test_sampling_options():
     args = build_parser().parse_args(["generate", "x", *named, *others])
     assert sampling_parameters(args) == {
         "max_tokens": 8,
+        "temperature": 0,
         "top_p": 0.5,
         "stop": ["a", "b"],
         "top_k": 5,
