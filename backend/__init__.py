@@ -6,7 +6,7 @@ import os
 # almost forever: on cores shared with other processes, spinning threads then take the core from the
 # thread that they wait for. A step's matrix products beside one busy process on 2 cores: 350 to
 # 830 ms with the default, 67 ms with this value, 24 ms without spinning. A step of one sequence on
-# idle cores: 55 to 71 ms, 55 to 64 ms and 81 to 96 ms.
+# idle cores, likewise: 55 to 71 ms, 55 to 64 ms, 81 to 96 ms.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 # Large tensors in pages of 2 MiB; read at torch's first allocation. Attention over a cache of

@@ -18,8 +18,8 @@ from tritium.backend.engine.request import SamplingOptions
 from tritium.backend.errors import InvalidArgument, Unsupported
 from tritium.backend.front.structured_params import StructuredOutputs, take_structured_outputs
 
-# Parameters of vLLM that this server does not support, and the value of each that changes nothing:
-# clients that send defaults are served.
+# Parameters of vLLM that this server does not support, with the value that has no effect: clients
+# may send it.
 _UNSUPPORTED = {"best_of": 1}
 
 
@@ -47,7 +47,7 @@ _Strings = Annotated[list[str], BeforeValidator(_as_list), BeforeValidator(_none
 _TokenIds = Annotated[list[_Int], BeforeValidator(_as_list), BeforeValidator(_none_as_empty_list)]
 _Biases = Annotated[dict[_Int, _Float], BeforeValidator(_none_as_empty_dict)]
 
-_PASSED_NUMBERS = [field.name for field in fields(SamplingOptions)]  # pydantic takes true as 1
+_INHERITED = [field.name for field in fields(SamplingOptions)]  # numbers, all of them
 
 
 @dataclass(
@@ -77,22 +77,22 @@ class SamplingParams(SamplingOptions):
     truncate_prompt_tokens: _Int | None = Field(None, ge=-1)  # keep the last ones; -1: what fits
     lora_name: str | None = None  # the adapter; None: the base model
     structured_outputs: StructuredOutputs | None = None  # also guided_decoding, response_format
-    repetition_detection: RepetitionDetection | None = None  # None: the server's
-    speculative: bool | None = None  # ours: whether drafts are tried; None: the server's default
-    trim_blanks: bool | None = None  # ours: no blanks at the end of the answer; None: the server's
+    repetition_detection: RepetitionDetection | None = None  # None: the server's default
+    speculative: bool | None = None  # ours: whether to use drafts; None: the server's default
+    trim_blanks: bool | None = None  # ours: remove trailing blanks; None: the server's default
 
-    @field_validator(*_PASSED_NUMBERS, mode="before")
+    @field_validator(*_INHERITED, mode="before")
     @classmethod
-    def _refuse_bool(cls, value: Any) -> Any:
+    def _check_inherited(cls, value: Any) -> Any:
         return _refuse_bool(value)
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> "SamplingParams":
-        """Check parameters as they came.
+        """Validate parameters as the client sent them.
 
         Raises:
-            InvalidArgument: a parameter is unknown or has an impossible value; names it.
-            Unsupported: a parameter of vLLM's that this server does not support yet.
+            InvalidArgument: a parameter is unknown or its value is not allowed; names it.
+            Unsupported: a parameter of vLLM that this server does not support yet.
         """
         values = dict(values)
         values["structured_outputs"] = take_structured_outputs(values)
@@ -101,7 +101,7 @@ class SamplingParams(SamplingOptions):
                 if value is not None and _number(value) != _UNSUPPORTED[name]:
                     raise Unsupported(f"sampling parameter '{name}' is not supported yet")
                 del values[name]
-            elif value is None:  # JSON null: as if it were absent
+            elif value is None:  # JSON null means absent
                 del values[name]
         try:
             params = _ADAPTER.validate_python(values)

@@ -30,16 +30,16 @@ class Tokenizer:
         self.vocab_size = len(self._hf)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, with the special tokens that the model wants around it."""
+        """Token ids of a plain prompt, with the special tokens that the model adds to it."""
         return self._fast.encode(text).ids
 
     def encode_word(self, word: str) -> list[list[int]]:
-        """Token ids of a word as it stands at the start of a text and, if other, behind a space."""
+        """Token ids of a word at the start of a text and, if they differ, after a space."""
         word = word.lstrip()
-        at_start, behind_space = (
+        at_start, after_space = (
             self._fast.encode(text, add_special_tokens=False).ids for text in (word, f" {word}")
         )
-        return [at_start] if at_start == behind_space else [at_start, behind_space]
+        return [at_start] if at_start == after_space else [at_start, after_space]
 
     def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from tritium.backend.errors import InvalidArgument, Unsupported
 
-# Inputs that are sampling parameters: (name, type, dims, vLLM's name). Of two with the same meaning
-# the later one counts.
+# Inputs that are sampling parameters: (name, type, dims, vLLM's name). If a request has two inputs
+# with the same vLLM name, the later one counts.
 _SAMPLING_INPUTS = (
     ("max_tokens", "TYPE_INT32", [1], "max_tokens"),
     ("stop_words", "TYPE_STRING", [-1], "stop"),
