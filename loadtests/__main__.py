@@ -31,12 +31,14 @@ from tritium.loadtests.traces.synthesize import Lengths, Shape, synthesize
 
 
 def _add_convert(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("convert", help="make a trace of another format's file")
+    parser = commands.add_parser("convert", help="make a trace from a file of another format")
     parser.add_argument("input", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--source", choices=SOURCES, help="default: what the file looks like")
-    parser.add_argument("--sort", action="store_true", help="take rows in any order")
-    parser.add_argument("--skip-bad-rows", action="store_true", help="leave them out")
+    parser.add_argument("--source", choices=SOURCES, help="default: guessed from the first line")
+    parser.add_argument("--sort", action="store_true", help="accept rows in any order")
+    parser.add_argument(
+        "--skip-bad-rows", action="store_true", help="skip bad rows instead of failing"
+    )
     parser.set_defaults(run=_convert)
 
 
@@ -69,12 +71,19 @@ def _describe(options: argparse.Namespace, console: Console) -> None:
 
 
 def _add_synthesize(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("synthesize", help="make a trace up, with given statistics")
+    parser = commands.add_parser("synthesize", help="make a trace with given statistics")
     parser.add_argument("output", type=Path)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--rate", type=float, default=2.0, help="requests/s")
-    parser.add_argument("--dispersion", type=float, default=1.0, help="of arrivals; 1: Poisson")
-    parser.add_argument("--hit-ratio", type=float, default=0.0, help="of prompt tokens")
+    parser.add_argument(
+        "--dispersion", type=float, default=1.0, help="index of dispersion of arrivals; 1: Poisson"
+    )
+    parser.add_argument(
+        "--hit-ratio",
+        type=float,
+        default=0.0,
+        help="share of prompt tokens that a prefix cache could reuse",
+    )
     for name, median, p95 in (("input", 256, 1024), ("output", 64, 256)):
         parser.add_argument(
             f"--{name}-length",
@@ -103,7 +112,9 @@ def _synthesize(options: argparse.Namespace, console: Console) -> None:
 
 
 def _add_gains_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gains", type=Path, help="file of `make gains`, for the report")
+    parser.add_argument(
+        "--gains", type=Path, help="file written by `make gains`, to show in the report"
+    )
 
 
 def _gains_of(options: argparse.Namespace) -> Gains | None:
@@ -116,7 +127,7 @@ def _add_replay(commands: argparse._SubParsersAction) -> None:
     add_plan_options(parser)
     add_target_options(parser)
     parser.add_argument("--rate", type=float, nargs="+", default=[1.0], help=RATE_HELP)
-    parser.add_argument("--processes", type=int, default=1, help="of the client")
+    parser.add_argument("--processes", type=int, default=1, help="client processes")
     parser.add_argument("--output", type=Path, default=Path("results/replay"), help="folder")
     _add_gains_option(parser)
     parser.set_defaults(run=_replay)
@@ -149,7 +160,7 @@ def _replay(options: argparse.Namespace, console: Console) -> None:
 def _progress(
     console: Console, name: str
 ) -> Iterator[tuple[Callable[[int], None], Callable[[Record], None]]]:
-    """A bar of requests that have ended, and how many of them got no answer."""
+    """A progress bar of ended requests, with the number of those without an answer."""
     columns = (
         "{task.description}",
         BarColumn(),
@@ -171,7 +182,7 @@ def _progress(
 
 def _add_compare(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("compare", help="put runs side by side")
-    parser.add_argument("runs", type=Path, nargs="+", help="folders of replays")
+    parser.add_argument("runs", type=Path, nargs="+", help="output folders of replays")
     parser.add_argument("--output", type=Path, default=Path("results/compare.html"))
     _add_gains_option(parser)
     parser.set_defaults(run=_compare)

@@ -1,18 +1,18 @@
-"""`make bench`: what the engine gains, and what the way through Triton Server costs, in one run.
+"""`make bench`: what the engine gains and what Triton Server costs, measured in one run.
 
     (a) engine   the engine alone, in this process
     (b) server   the same engine behind Triton Server, streamed over gRPC by this process
-    (c) static   the same engine held to static batching, as transformers' `generate` does it: a
-                 batch starts full, and every row is computed until the longest one ends
+    (c) static   the same engine with static batching, as in transformers' `generate`: a batch
+                 starts full, and every row is computed until the longest one ends
     (d) hf       transformers' `generate`, one request at a time, in the same dtype
 
-Workload: 64 requests, prompts of 32-256 and answers of 16-192 tokens, both uniform, seeded,
-lengths forced. A closed loop: `concurrency` requests are in flight, the next one starts when one
-ends. The long-tailed workload: 128 requests at once, 90 % of answers 8-32 tokens, 10 % 256.
+Workload: 64 requests with prompts of 32-256 and answers of 16-192 tokens, both uniform, seeded,
+with forced lengths. The loop is closed: `concurrency` requests are in flight, and the next one
+starts when one ends. The long-tailed workload: 128 requests at once, 90 % of the answers have 8-32
+tokens, 10 % have 256.
 
-Each cell is measured once a round, the ways in turns; what is slow and no ratio's subject, once.
-
-Last, the server with ledger and metrics beside itself without them (loadtests/overhead.py).
+Each cell is measured once per round, the ways in turns. Slow cells that no ratio uses are measured
+once. At the end the server is measured with and without ledger and metrics (overhead.py).
 """
 
 import argparse
@@ -49,7 +49,7 @@ STATIC_BATCH = 32  # of the long-tailed workload
 
 
 class Request(NamedTuple):
-    """Forced lengths; the prompt as token ids and as the text that gives just these."""
+    """A request of forced lengths; its prompt as token ids and as the text of exactly these ids."""
 
     token_ids: list[int]
     text: str
@@ -57,7 +57,7 @@ class Request(NamedTuple):
 
 
 class Prompts:
-    """Draws prompts of an exact number of tokens: words that are one token each."""
+    """Draws prompts with an exact number of tokens, from words of one token each."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -99,7 +99,7 @@ class Alone:
     """The engine without server or threads.
 
     Args:
-        on_step: Told of the engine's state after each step.
+        on_step: Called with the engine's state after each step.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Alone:
         return result
 
     def static(self, requests: list[Request], batch_size: int) -> Result:
-        """Batches in order; all rows run to the longest, only what was asked for counts."""
+        """Static batches: all rows run to the longest; only the requested tokens count."""
         result = Result("static", batch_size)
         for i in range(0, len(requests), batch_size):
             batch = requests[i : i + batch_size]
@@ -136,7 +136,7 @@ class Alone:
     def _run_here(
         self, result: Result, asked: list[Request], computed: list[Request], concurrency: int
     ) -> None:
-        """Compute requests in a closed loop; count of each no more tokens than were asked for."""
+        """Compute requests in a closed loop; count at most the requested tokens of each."""
         config = self._config.model_copy(update={"max_num_seqs": concurrency})
         outputs: list[EngineOutput] = []
         engine = Engine(config, self._runner, outputs.extend)
@@ -173,9 +173,9 @@ class Alone:
 
 
 def served(server: TritonServer, requests: list[Request], concurrency: int) -> Result:
-    """Through Triton Server: one client, a thread for each request in flight.
+    """Through Triton Server: one client, one thread per request in flight.
 
-    The client's threads take no core from the server's: elsewhere they would have their own.
+    The client's threads have a low priority, since in production they run on another machine.
     """
     result = Result("server", concurrency)
     client = GrpcClient(f"localhost:{server.grpc_port}")
@@ -211,12 +211,12 @@ def served(server: TritonServer, requests: list[Request], concurrency: int) -> R
         threads = [pool.submit(run) for _ in range(concurrency)]
     result.seconds = time.perf_counter() - begin
     for thread in threads:
-        thread.result()  # raises what a request did
+        thread.result()  # raises the error of a request, if any
     return result
 
 
 class _Moments(BaseStreamer):
-    """When `generate` had each token; it puts the prompt first."""
+    """The time of each token of `generate`, which delivers the prompt first."""
 
     def __init__(self) -> None:
         self.moments: list[float] = []
@@ -255,22 +255,24 @@ def measure(num_single_requests: int, num_rounds: int, log: Path) -> Iterator[Re
     path = resolve(config.model)
     prompts = Prompts(Tokenizer(path))
     uniform, long_tailed = uniform_workload(prompts), long_tailed_workload(prompts)
-    with ThreadPoolExecutor(1) as pool:  # as the server does: OpenMP keeps threads for each thread
+    with ThreadPoolExecutor(
+        1
+    ) as pool:  # one thread, as in the server: OpenMP keeps threads for each
         runner = pool.submit(ModelRunner, config).result()
     alone = Alone(config, runner)
     with (
         log.open("wb") as output,
-        # The same prompts come again, and are to be computed again.
+        # Prompts are repeated and must be computed again.
         serve_with({"prefix_cache": "off"}, output) as server,
     ):
-        served(server, uniform[:2], 2)  # warm
+        served(server, uniform[:2], 2)  # warm-up
         for i in range(num_rounds):
             for concurrency in CONCURRENCY:
-                # One at a time, a request is like the other: some of them tell the speed.
+                # One at a time, all requests run alike, so a few of them suffice.
                 requests = uniform[:num_single_requests] if concurrency == 1 else uniform
                 yield replace(alone.continuous(requests, concurrency), round=i)
                 yield replace(served(server, requests, concurrency), round=i)
-                # The slowest way, and no goal is about it at 8: once is enough there.
+                # The slowest way; no goal uses it at 8, so it is measured once there.
                 if concurrency == STATIC_BATCH or (concurrency > 1 and i == 0):
                     yield replace(alone.static(requests, concurrency), round=i)
             for result in (
@@ -279,12 +281,12 @@ def measure(num_single_requests: int, num_rounds: int, log: Path) -> Iterator[Re
                 alone.static(long_tailed, STATIC_BATCH),
             ):
                 yield replace(result, workload="long-tailed", round=i)
-    # An order of magnitude slower than all else: once.
+    # Ten times slower than everything else, so it is measured once.
     yield transformers_one_by_one(path, runner.model.dtype, uniform[:num_single_requests])
 
 
 def measure_bill(seconds: float, log: Path) -> str:
-    """What the bill costs, in one line; where requests are short, so that many are billed."""
+    """The cost of billing as one line of text, with short requests, so that many are billed."""
     requests = short_workload(Prompts(Tokenizer(resolve(read_config().model))))
     with log.open("wb") as output, tempfile.TemporaryDirectory() as directory:
         with serve_in_turns(Path(directory), output) as (server, turns):
@@ -308,10 +310,12 @@ def goals() -> list[Goal]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="tritium loadtest bench", description=__doc__)
     parser.add_argument(
-        "--single-requests", type=int, default=8, help="how many of the 64 at concurrency 1"
+        "--single-requests", type=int, default=8, help="requests (of the 64) at concurrency 1"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="how often each cell is measured")
-    parser.add_argument("--bill-seconds", type=float, default=120, help="for what the bill costs")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements per cell")
+    parser.add_argument(
+        "--bill-seconds", type=float, default=120, help="duration of the measurement of billing"
+    )
     parser.add_argument("--output", type=Path, default=Path("results/bench.json"))
     options = parser.parse_args(arguments)
     options.output.parent.mkdir(exist_ok=True)

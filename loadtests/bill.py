@@ -1,10 +1,11 @@
-"""Whether the bill is neutral and what it costs, through a real Triton Server and the real model.
+"""Whether bills are neutral and what billing costs, with a real Triton Server and a real model.
 
-1. Neutrality: two lines with the same traffic, a line with twice as much, and the same traffic in
-   four orders of arrival, 8 requests at once. Read from the ledger, which must add up to the
-   nanosecond. Other requests come before and behind, so that nobody has the device to itself.
-2. Overhead: the speed with ledger and metrics over that without (loadtests/overhead.py). This is
-   in `make bench`, too.
+1. Neutrality: two lines with the same traffic, a line with twice the traffic, and the same traffic
+   in four orders of arrival, 8 requests at once. The figures are read from the ledger, which must
+   add up to the nanosecond. Other requests run before and after, so that no line has the device to
+   itself.
+2. Overhead: the speed with ledger and metrics divided by the speed without (overhead.py). `make
+   bench` measures this as well.
 """
 
 import argparse
@@ -32,7 +33,7 @@ _REQUESTS = 16  # of a line and round: prompts of 64 tokens, answers of 16 to 46
 
 
 def send(server: TritonServer, name: str, order: list[str], prompts: Prompts, seed: int) -> None:
-    """A request for each line of `order`. Of each line every 16 have the same lengths."""
+    """One request per element of `order`; each 16 requests of a line have the same lengths."""
     client = GrpcClient(f"localhost:{server.grpc_port}")
     rng = random.Random(f"{name} {seed}")
     places: Counter[str] = Counter()
@@ -53,7 +54,7 @@ def send(server: TritonServer, name: str, order: list[str], prompts: Prompts, se
 
 
 def neutrality(server: TritonServer, path: Path, rounds: int) -> Iterator[str]:
-    """Lines that say what came out. In rounds, so that a drift of the machine meets all alike."""
+    """Yield the results as lines of text. Rounds make a drift of the machine affect all alike."""
     prompts = Prompts(Tokenizer(resolve(read_config().model)))
     red, blue = ["red"] * _REQUESTS, ["blue"] * _REQUESTS
     orders = {
@@ -67,7 +68,7 @@ def neutrality(server: TritonServer, path: Path, rounds: int) -> Iterator[str]:
     for i in range(rounds):
         for name, order in (*orders.items(), ("twice", twice)):
             send(server, name, order, prompts, i)
-    time.sleep(2)  # the ledger's thread has written, and totals behind it
+    time.sleep(2)  # until the ledger's thread has written the rows and the totals after them
     ledger = Ledger.read([path])
     report = Report.of(ledger, ("business_line",), "usage", 0.0)
     bills = {line.name[0]: line.busy_ns for line in report.lines}

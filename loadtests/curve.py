@@ -1,6 +1,6 @@
 """Tokens/s and TPOT's 95th percentile against concurrency: `tritium loadtest curve`.
 
-Draws what `make bench-peers ARGS="--concurrency 1 2 4 8 16 32 64"` measured, and writes its points.
+Draws the results of `make bench-peers ARGS="--concurrency 1 2 4 8 16 32 64"`, and saves its points.
 """
 
 import argparse
@@ -18,12 +18,12 @@ _OURS = ("engine", "engine int8", "server")
 
 class Point(NamedTuple):
     concurrency: int
-    tokens_per_second: float  # the rounds' median
-    tpot_p95_ms: float  # of all requests of all rounds
+    tokens_per_second: float  # median of the rounds
+    tpot_p95_ms: float  # over all requests of all rounds
 
 
 def points(results: Sequence[Result]) -> dict[str, list[Point]]:
-    """Of each way, in the order of concurrency."""
+    """The points of each way, by concurrency."""
     found: dict[str, list[Point]] = {}
     cells = {result.cell for result in results if result.workload == "uniform"}
     for cell in sorted(cells, key=lambda cell: cell[2]):
@@ -41,7 +41,7 @@ def draw(curves: dict[str, list[Point]], path: Path) -> None:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    # No date and no random names: the same points give the same file.
+    # Without date and random names, the same points give the same file.
     matplotlib.rcParams.update({"svg.hashsalt": "curve", "svg.fonttype": "none", "font.size": 9})
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for way in sorted(curves, key=lambda way: (way not in _OURS, way)):

@@ -1,4 +1,4 @@
-"""A model runner whose steps fail where a request asks for it, by its seed."""
+"""A model runner whose steps fail when a request asks for it by its seed."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,10 @@ from tritium.backend.engine.request import SampledToken
 from tritium.backend.engine.sequence import ScheduledSequence
 from tritium.backend.runner.model_runner import ModelRunner
 
-FAILS = 1001  # each step that has a sequence with this seed
-NO_MEMORY = 1002  # steps of more than 8 tokens that have one with this seed
+FAILS = 1001  # every step with a sequence of this seed fails
+NO_MEMORY = 1002  # steps of more than 8 tokens with a sequence of this seed find no memory
 
-# In place of a model folder's model.py.
+# Replaces a model folder's model.py.
 MODEL_PY = """
 import tritium.backend.runner.model_runner
 from tritium.loadtests.faults import FaultyRunner
@@ -28,5 +28,5 @@ class FaultyRunner(ModelRunner):
         if FAILS in seeds:
             raise RuntimeError("injected")
         if NO_MEMORY in seeds and sum(scheduled.num_new_tokens for scheduled in batch) > 8:
-            torch.empty(1 << 46)  # the allocator's own error
+            torch.empty(1 << 46)  # raises the allocator's error
         return super()._launch(batch)

@@ -1,13 +1,14 @@
-"""What the way from the engine through Triton Server to the clients bears, whatever the model.
+"""The highest token rate from the engine through Triton Server to clients, whatever the model.
 
-The real front, stub and server, behind a runner that computes nothing: it gives each sequence the
-next token of a known text, at a set rate for all of them together. So what a client gets is
-checked to the letter. `make bench-front` prints, for some numbers of streams,
+The front, the stub and the server are real. The runner computes nothing: it gives each sequence the
+next token of a known text, at a fixed rate for all sequences together. Every text that a client
+receives is compared with the text that was sent. `make bench-front` prints for several numbers of
+streams
 
-- tokens/s that arrive, offered more than can, and in how many responses (tokens that are ready at
-  once leave in one);
-- CPU microseconds a response in the stub and in the server;
-- the delay, at half of that rate, above that of the fastest token of its stream.
+- tokens/s that arrive under overload, and the number of responses (tokens that are ready together
+  are sent in one response);
+- CPU microseconds per response in the stub and in the server;
+- at half of that rate, the delay of each token above that of the fastest token of its stream.
 """
 
 import argparse
@@ -49,13 +50,13 @@ _PARAMETERS = {
 
 
 class PacedRunner(ModelRunner):
-    """Gives each sequence the token of `_TOKENS` that is next, in time."""
+    """Gives each sequence the next token of `_TOKENS` when it is due."""
 
     _due = 0.0
 
     def launch(self, batch: list[ScheduledSequence]) -> Callable[[], list[SampledToken]]:
         ends = [s.end - s.sequence.num_prompt_tokens for s in batch if s.samples]
-        # From the last step's due time, unless the engine was idle: no pause is made up for.
+        # Continue from the last step's due time, but do not make up for idle time.
         self._due = max(self._due, time.perf_counter() - 0.1) + len(ends) / float(os.environ[_RATE])
 
         def read() -> list[SampledToken]:
@@ -67,7 +68,7 @@ class PacedRunner(ModelRunner):
 
 @dataclass
 class Result:
-    """Of some streams that ran for a while."""
+    """Figures of several streams over some seconds."""
 
     seconds: float = 0.0
     num_tokens: int = 0
@@ -82,14 +83,16 @@ class Result:
 
 
 def run(server: TritonServer, num_streams: int, rate: float, seconds: float) -> Result:
-    """Streams that all start at once, each for its share of the tokens.
+    """Run streams that all start at once, each with its share of the tokens.
 
     Raises:
-        AssertionError: a text that arrived is not the one that was sent.
+        AssertionError: a received text differs from the text that was sent.
     """
     result, lock = Result(), threading.Lock()
     client = GrpcClient(f"localhost:{server.grpc_port}", model="front")
-    num_tokens = min(max(int(rate * seconds / num_streams), 8), 7000)  # the model has 8,192 places
+    num_tokens = min(
+        max(int(rate * seconds / num_streams), 8), 7000
+    )  # the model has 8,192 positions
     sampling = {"max_tokens": num_tokens, "ignore_eos": True}
     interval = num_streams / rate
 
@@ -101,7 +104,7 @@ def run(server: TritonServer, num_streams: int, rate: float, seconds: float) -> 
                 moments.append((time.perf_counter(), len(text)))
         words = text.split()
         assert words == [_TEXT[i % len(_TEXT)].strip() for i in range(num_tokens)], text[:200]
-        # Of each response's last token.
+        # The delay of each response's last token.
         lateness = [moment - text.count(" ", 0, end) * interval for moment, end in moments]
         with lock:
             result.num_tokens += num_tokens
@@ -124,7 +127,7 @@ def run(server: TritonServer, num_streams: int, rate: float, seconds: float) -> 
 
 
 def _cpu_seconds(server: TritonServer) -> tuple[float, float]:
-    """(the server's, its stub's)"""
+    """CPU seconds of (the server, its stub)."""
     assert server.process
     process = psutil.Process(server.process.pid)
     [stub] = [child for child in process.children() if "stub" in child.name()]
@@ -145,7 +148,7 @@ def measure(num_streams: int, rate: float, seconds: float) -> Result:
         with TritonServer(
             Path(directory), 8100, 8101, 8102, environment={_RATE: str(rate)}, log=log
         ) as server:
-            run(server, 2, rate, 0.5)  # warm
+            run(server, 2, rate, 0.5)  # warm-up
             return run(server, num_streams, rate, seconds)
 
 

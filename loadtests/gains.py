@@ -1,14 +1,14 @@
-"""`make gains`: what each of the engine's ideas gains on a trace's traffic, as one table.
+"""`make gains`: what each idea of the engine gains on the traffic of a trace, as one table.
 
-The same engine, KV memory and requests each time, all of them waiting from the start. Each way
-differs from the one before in one idea:
+Engine, KV memory and requests are the same each time, and all requests wait from the start. Each
+way differs from the one before in one idea:
 
-    static      a batch starts full and runs to its longest answer. Nobody knows how long an answer
-                gets, so each row has KV memory for max_model_len tokens
-    contiguous  continuous batching: a row that ends makes room for the next request. Its memory is
-                the same
-    paged       KV blocks on demand: as many run as their tokens fit
-    prefixes    the same, with prefix reuse
+    static      a batch starts full and runs to its longest answer. The length of an answer is not
+                known before, so each row has KV memory for max_model_len tokens
+    contiguous  continuous batching: a row that ends makes room for the next request; the memory
+                per row is the same
+    paged       KV blocks on demand: as many sequences run as fit with their tokens
+    prefixes    paged, with prefix reuse
 """
 
 import argparse
@@ -36,16 +36,16 @@ from tritium.loadtests.results import Goal, Ratio, Result, ratio, rounds
 
 
 class Way(NamedTuple):
-    """To run the requests."""
+    """A way to run the requests."""
 
     name: str
-    at_once: int  # run at most
+    at_once: int  # most sequences at once
     prefix_cache: str = "off"
-    reserved: int = 0  # tokens of KV a sequence, used or not; 0: none
+    reserved: int = 0  # tokens of KV reserved per sequence; 0: on demand
 
 
 class Held:
-    """What a run held at its peak."""
+    """The peak load of a run."""
 
     def __init__(self) -> None:
         self.running = self.kv_tokens = 0
@@ -79,7 +79,9 @@ def measure(
     requests = requests_of(plan, Tokenizer(resolve(config.model)), count, max_model_len)
     if not requests:
         raise ValueError(f"{plan.trace}: no request fits into max_model_len {max_model_len}")
-    with ThreadPoolExecutor(1) as pool:  # as the server does: OpenMP keeps threads for each thread
+    with ThreadPoolExecutor(
+        1
+    ) as pool:  # one thread, as in the server: OpenMP keeps threads for each
         runner = pool.submit(ModelRunner, config).result()
     most = min(config.max_num_seqs, len(requests))
     reserving = min(most, max(runner.num_blocks * config.block_size // max_model_len, 1))
@@ -89,7 +91,7 @@ def measure(
         Way("paged", most),
         Way("prefixes", most, prefix_cache="on"),
     )
-    Alone(config, runner).continuous(requests[:4], 4)  # warm
+    Alone(config, runner).continuous(requests[:4], 4)  # warm-up
     for i in range(num_rounds):
         for way in ways:
             held = Held()
@@ -99,7 +101,7 @@ def measure(
                 result = alone.static(requests, way.at_once)
             else:
                 result = alone.continuous(requests, way.at_once, way.name)
-            if way.reserved:  # used or not
+            if way.reserved:  # reserved, used or not
                 held.kv_tokens = held.running * way.reserved
             yield replace(result, workload=plan.trace.stem, round=i), held
 
@@ -110,7 +112,7 @@ def gains_of(title: str, results: Sequence[Result], held: Mapping[str, Held]) ->
 
     def over(cell: tuple[str, str, int], other: tuple[str, str, int]) -> Ratio:
         found = ratio(results, Goal("", cell, other, wanted=0))
-        assert found  # each round has all ways
+        assert found  # every round measures all ways
         return found
 
     return Gains(

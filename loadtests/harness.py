@@ -1,4 +1,4 @@
-"""A real Triton Server for tests: model folders made from the project's own, and plain requests."""
+"""A real Triton Server for tests and load tests: model folders, plain requests, its log."""
 
 import json
 import socket
@@ -44,7 +44,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def until(condition: Callable[[], bool], timeout: float = 20) -> None:
-    """Wait for a condition that must come true."""
+    """Wait until a condition is true; fails after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "what was waited for did not happen"
@@ -78,7 +78,7 @@ class Server:
         raise AssertionError(f"no metric tritium:{name} with {labels}")
 
     def http(self, path: str, body: dict[str, Any] | bytes | None = None) -> tuple[int, str]:
-        """(status, body) of a GET, or of a POST of JSON."""
+        """(status, body) of a GET request, or of a POST request with JSON."""
         data = json.dumps(body).encode() if isinstance(body, dict) else body
         request = urllib.request.Request(f"{self.http_url}/v2/{path}", data=data)
         try:
@@ -94,12 +94,12 @@ class Response:
 
     tensors: dict[str, np.ndarray]
     final: bool
-    code: str = ""  # of an error: a gRPC status, where Triton Server gave one
+    code: str = ""  # gRPC status of an error, if Triton Server gave one
     error: str = ""
 
     @property
     def text(self) -> str:
-        """Decoded strictly: a split character raises."""
+        """The text, decoded strictly: a split character raises an error."""
         return b"".join(self.tensors["text_output"].tolist()).decode()
 
     def string(self, name: str) -> str:
@@ -107,10 +107,10 @@ class Response:
 
 
 class Stream:
-    """A gRPC stream with one request on it.
+    """A gRPC stream with one request.
 
-    Made of tritonclient's stub and not of its `start_stream`, so that a test has no thread to
-    wait for. Without `triton_grpc_error`, with which Triton Server 2.51 crashes at times.
+    It uses tritonclient's stub instead of `start_stream`, so that a test has no thread to wait for.
+    It does not set `triton_grpc_error`, with which Triton Server 2.51 sometimes crashes.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class Stream:
     def __iter__(self) -> Iterator[Response]:
         """All responses; nothing may come after the final one.
 
-        Ends with the stream: Triton Server 2.51 does not unload a model where a stream is cancelled
-        just after an error.
+        Reads to the end of the stream: Triton Server 2.51 can't unload a model if a stream is
+        cancelled right after an error.
         """
         ended = False
         while not ended:
@@ -179,7 +179,7 @@ def add_tensor(
     values: list[Any],
     shape: list[int] | None = None,
 ) -> None:
-    """Add an input of shape [number of values], unless told otherwise."""
+    """Add an input; its shape is [number of values] by default."""
     shape = [len(values)] if shape is None else shape
     tensor = request.inputs.add(name=name, shape=shape, datatype=datatype)
     if values:
@@ -196,8 +196,7 @@ def send(
     timeout: float = 0,
     **tensors: Any,
 ) -> Stream:
-    """Send one request on a gRPC stream of its own; tensors are bools, integers, texts or lists of
-    texts.
+    """Send one request on its own gRPC stream.
 
     Args:
         timeout: Triton Server's request parameter, in seconds; 0: none.
@@ -227,7 +226,7 @@ def collect(server: Server, text: str | bytes | list[str] | None, **options: Any
 
 
 def complete(server: Server, text: str | None, **options: Any) -> str:
-    """The whole answer, greedy unless told otherwise."""
+    """The whole answer, greedy by default."""
     options.setdefault("sampling", {"temperature": 0, "max_tokens": 16})
     options.setdefault("exclude_input_in_output", True)
     responses = collect(server, text, **options)

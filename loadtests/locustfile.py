@@ -3,9 +3,9 @@
     locust -f loadtests/locustfile.py --trace trace.jsonl --url localhost:8001
     locust -f loadtests/locustfile.py --trace trace.jsonl --headless --processes 2
 
-Locust's own loop is closed: a user waits for the answer before the next request. So its only user
-runs our dispatcher, which is open, and locust shows what comes back as `ttft`, `tpot` and `e2e`.
-The report is the same as that of `tritium loadtest replay`.
+Locust's own loop is closed: a user waits for the answer before the next request. Therefore each
+process has one user, which runs the open-loop dispatcher, and locust shows the results as `ttft`,
+`tpot` and `e2e`. The report is that of `tritium loadtest replay`.
 """
 
 import multiprocessing
@@ -22,7 +22,7 @@ from locust.env import Environment
 from locust.runners import WorkerRunner
 from rich.console import Console
 
-import tritium.backend.front.tokenizer  # noqa: F401 -- takes seconds: once, before locust forks
+import tritium.backend.front.tokenizer  # noqa: F401 -- takes seconds, so it is imported once, before locust forks
 from tritium.loadtests.replay.metrics import Scraper
 from tritium.loadtests.replay.options import (
     add_plan_options,
@@ -42,22 +42,24 @@ _FAILED = -1.0
 
 
 class _Shared:
-    """What the processes share; made before locust forks them."""
+    """What the processes share; created before locust forks them."""
 
     num_ready = multiprocessing.Value("i", 0)
-    start = multiprocessing.Value("d", 0.0)  # by time.perf_counter; 0: not yet
-    num_tests = multiprocessing.Value("i", 0)  # of the web UI
+    start = multiprocessing.Value("d", 0.0)  # time.perf_counter(); 0: not started
+    num_tests = multiprocessing.Value("i", 0)  # port of the web page
 
 
-_records: list[Record] = []  # of all processes; in a worker, those that the master has not got
+_records: list[
+    Record
+] = []  # records of all processes; in a worker, those not sent to the master yet
 _healths: list[Health] = []
 
 
 class Replay(LoadTestShape):
-    """One user in each process, until all of the plan is replayed."""
+    """One user per process, until the whole plan has been replayed."""
 
     def tick(self) -> tuple[int, float] | None:
-        """Return (users, users started a second), None at the end."""
+        """(users, users started per second); None at the end."""
         assert self.runner
         shares = _num_shares(self.runner.environment)
         return None if len(_healths) >= shares else (shares, float(shares))
@@ -70,7 +72,7 @@ class ReplayUser(User):
 
     @task
     def replay(self) -> None:
-        """Send all requests at their times; where that fails, end the test in all processes."""
+        """Send all requests at their times; on failure end the test in all processes."""
         try:
             _healths.append(self._replay())
         except Exception:
@@ -87,7 +89,7 @@ class ReplayUser(User):
         share = runner.worker_index if isinstance(runner, WorkerRunner) else 0
         plan, target = plan_of(options, options.rate), target_of(options, shares)
         self._test = _Shared.num_tests.value
-        # Its own in each test: none must find the last one's prompts in the server's cache.
+        # Each test has its own seed, so it does not find earlier prompts in the server's cache.
         target = msgspec.structs.replace(target, seed=f"{target.seed}/{self._test}")
         sending = dispatcher(plan, target, share, shares, self._record_ended)
         sending.wait_until_ready()
@@ -103,7 +105,7 @@ class ReplayUser(User):
 
     def _record_ended(self, record: Record) -> None:
         if self._test != _Shared.num_tests.value:
-            return  # the test was stopped, and another one runs
+            return  # the test was stopped and another one has started
         _records.append(record)
         if record.outcome != "completed":
             self._fire("e2e", record.e2e, RuntimeError(record.error))
@@ -125,7 +127,7 @@ class ReplayUser(User):
 
 
 def _options(environment: Environment) -> Namespace:
-    assert environment.parsed_options  # locust's own main sets them
+    assert environment.parsed_options  # set by locust's main
     return environment.parsed_options
 
 
@@ -135,7 +137,7 @@ def _num_shares(environment: Environment) -> int:
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser, **_: Any) -> None:
-    """Add those of a replay."""
+    """Add the options of a replay."""
     # Strings, since locust sends all options to its workers.
     parser.add_argument("--trace", required=True, help="that is replayed")
     parser.add_argument("--rate", type=float, default=1.0, help="how much faster time runs")
@@ -146,7 +148,7 @@ def add_options(parser: LocustArgumentParser, **_: Any) -> None:
 
 @events.report_to_master.add_listener
 def send_records(data: dict[str, Any], **_: Any) -> None:
-    """In a worker: add what has come back to what locust tells the master."""
+    """In a worker: add the new records to locust's report to the master."""
     data["replay"] = msgspec.json.encode((_records, _healths)).decode()
     _records.clear()
     _healths.clear()
@@ -154,7 +156,7 @@ def send_records(data: dict[str, Any], **_: Any) -> None:
 
 @events.worker_report.add_listener
 def receive_records(data: dict[str, Any], **_: Any) -> None:
-    """In the master."""
+    """In the master: take the records of a worker."""
     records, healths = msgspec.json.decode(data["replay"], type=tuple[list[Record], list[Health]])
     _records.extend(records)
     _healths.extend(healths)
@@ -165,7 +167,7 @@ _scrapers: list[Scraper] = []
 
 @events.test_start.add_listener
 def begin(environment: Environment, **_: Any) -> None:
-    """Forget what came late of an earlier test, and watch the server."""
+    """Drop late records of an earlier test, and start to scrape the server."""
     _records.clear()
     _healths.clear()
     if isinstance(environment.runner, WorkerRunner):
@@ -179,9 +181,9 @@ def begin(environment: Environment, **_: Any) -> None:
 
 @events.test_stop.add_listener
 def report(environment: Environment, **_: Any) -> None:
-    """Write the report, and give an invalid run or one without an answer a bad exit code.
+    """Write the report; an invalid run, or one without answers, sets the exit code.
 
-    All is forgotten then: the next test of the web UI asks whether it is over before it starts.
+    Then the state is reset, because the web page can start another test.
     """
     if isinstance(environment.runner, WorkerRunner):
         return

@@ -1,4 +1,4 @@
-"""The project's model folder: its configuration, and a server of it with other parameters."""
+"""The shipped model folder: its configuration, and servers of it with other parameters."""
 
 import socket
 import tempfile
@@ -17,7 +17,7 @@ _FOLDER = PACKAGE / "model_repository/smollm2"
 
 
 def read_config() -> EngineConfig:
-    """The configuration that the served model has."""
+    """The configuration of the shipped model."""
     return EngineConfig.from_parameters(
         {
             name: {"string_value": value.string_value}
@@ -33,8 +33,8 @@ def serve_with(
     """A running server whose model, smollm2, has other parameters.
 
     Args:
-        log: File that takes the server's output.
-        model_py: In place of the folder's own.
+        log: File for the server's output.
+        model_py: Replaces the folder's model.py.
     """
     with tempfile.TemporaryDirectory() as repository:
         lay_out(Path(repository), parameters, model_py)

@@ -1,9 +1,9 @@
-"""What the bill costs: one server with and without it, in turns of 4 steps.
+"""The cost of billing: one server with and without it, in turns of 4 steps.
 
-Both are the same process, since two are never equally fast: its model's ledger and metrics are told
-nothing in every other turn. A turn's speed is its work, by the weights that bills are shared by,
-over its time. A machine's speed drifts, so only neighbours are compared, and the median of many
-pairs is given with its certainty.
+Both turns run in the same process, since two processes are never equally fast: in every other turn
+the model's ledger and metrics receive nothing. The speed of a turn is its work, by the weights of
+the bill, divided by its time. The machine's speed drifts, so only neighbouring turns are compared,
+and the median of many pairs is given with its confidence interval.
 """
 
 import json
@@ -18,9 +18,9 @@ from tritium.loadtests.model_folder import serve_with
 from tritium.loadtests.statistics import median_interval
 
 WANTED = 0.99
-_STEPS = 4  # of a turn
+_STEPS = 4  # steps per turn
 
-# In place of a model folder's model.py.
+# Replaces a model folder's model.py.
 _MODEL_PY = """
 from tritium.backend.accounts import ledger, metrics
 from tritium.backend.engine import usage
@@ -34,13 +34,13 @@ from tritium.backend.triton_model import TritonPythonModel
 
 class Turn(NamedTuple):
     is_billed: bool
-    num_sequences: int  # summed over its steps
+    num_sequences: int  # summed over the turn's steps
     work: int
     ns: int
 
 
 def turning(path: str, usage: Any, ledger: Any, metrics: Any) -> None:
-    """In the server: put into these modules what takes turns and writes them to a file."""
+    """In the server: replace classes of these modules, so that they take turns and record them."""
     is_billed = True
 
     class Turning(BusyTime):
@@ -73,12 +73,12 @@ def turning(path: str, usage: Any, ledger: Any, metrics: Any) -> None:
 
 @contextmanager
 def serve_in_turns(directory: Path, log: Any) -> Iterator[tuple[TritonServer, Path]]:
-    """A server that takes turns, and the file that has them."""
+    """A server that takes turns, and the file with the recorded turns."""
     path = directory / "turns"
     parameters = {
         "ledger_path": directory / "ledger",
         "REPORT_CUSTOM_METRICS": "true",
-        "prefix_cache": "off",  # the same prompts come again, and are to be computed again
+        "prefix_cache": "off",  # prompts are repeated and must be computed again
     }
     with serve_with(parameters, log, _MODEL_PY.format(path=str(path))) as server:
         yield server, path
@@ -89,7 +89,7 @@ def read_turns(path: Path) -> list[Turn]:
 
 
 def verdict(turns: Sequence[Turn]) -> str:
-    """The speed with the bill over that without it, in one line."""
+    """The ratio of speeds with and without billing, as one line of text."""
     pairs = list(zip(turns[::2], turns[1::2], strict=False))
     ratios = []
     for pair in pairs:

@@ -1,9 +1,9 @@
-"""What the engine's shadow index says of a trace, beside what the trace's own hash ids say.
+"""Prefix reuse of a trace: by the engine's shadow index, and by the trace's own hash ids.
 
     tritium loadtest overlap TRACE --scale 16 --blocks 512 1024 4096
 
-The engine runs without a model and gets the trace's prompts one after the other; equal hash ids
-become equal tokens. The other number is calculated from the ids alone, without hashes or engine.
+The engine runs without a model and receives the trace's prompts one after the other, in which equal
+hash ids are equal tokens. The second number is calculated from the ids alone.
 """
 
 import argparse
@@ -27,7 +27,7 @@ BLOCK_SIZE = 16
 
 
 class NoModel:
-    """Computes nothing, and at once."""
+    """A runner that computes nothing."""
 
     overlaps = False
 
@@ -43,7 +43,7 @@ class NoModel:
 
 
 def scaled(request: TraceRequest, scale: int) -> TraceRequest:
-    """The same with all lengths divided."""
+    """The trace with all lengths divided by `scale`."""
     return msgspec.structs.replace(
         request,
         input_length=-(-request.input_length // scale),

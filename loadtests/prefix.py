@@ -1,10 +1,10 @@
-"""What prefix reuse brings, and that it tells nobody anything: through a real server.
+"""What prefix reuse gains, and whether it leaks information, through a real server.
 
     tritium loadtest prefix
 
-64 requests at once with one system prompt of some 512 tokens, with reuse off, on and auto. Then
-whether the time to first token tells what another business line or another salt has in the cache:
-as many requests whose prompt another one has just asked as such whose prompt nobody has, in turns.
+First 64 requests at once with a common system prompt of about 512 tokens, with reuse off, on and
+auto. Then a timing test: does TTFT reveal which prompts another business line or another salt has
+in the cache? Prompts that the other one has just sent and new prompts are sent in turns.
 """
 
 import argparse
@@ -35,7 +35,7 @@ LIMITS: dict[str, Any] = {
 
 
 def words(rng: random.Random, number: int) -> str:
-    """A text of about a token a word."""
+    """A text of words with about one token each."""
     common = ("the", "of", "and", "to", "in", "is", "that", "for", "with", "as", "was", "on", "are")
     return " ".join(rng.choice(common) for _ in range(number))
 
@@ -49,7 +49,7 @@ def ask(client: GrpcClient, prompt: str, **who: Any) -> Usage:
 
 
 def burst(client: GrpcClient, systems: list[str], **who: Any) -> list[Usage]:
-    """One request with each system prompt and a text of its own, all at once."""
+    """Send one request per system prompt, each with a text of its own, all at once."""
     rng = random.Random(1)
     prompts = [f"{system} {words(rng, 31)}" for system in systems]
     with ThreadPoolExecutor(len(prompts)) as pool:
@@ -64,7 +64,7 @@ def show_burst(name: str, usages: list[Usage]) -> None:
 
 
 def show_timing(name: str, client: GrpcClient, rng: random.Random, **prober: Any) -> None:
-    """TTFT of prompts that the line `victim` has just asked, beside those of new ones."""
+    """TTFT of prompts that the line `victim` has just sent, and of new prompts."""
     seen: list[float] = []
     unseen: list[float] = []
     cached = 0
@@ -83,7 +83,7 @@ def show_timing(name: str, client: GrpcClient, rng: random.Random, **prober: Any
 
 
 def p_value(first: list[float], second: list[float]) -> float:
-    """How often means would differ as much by chance: a permutation test."""
+    """p value of a difference of means, by a permutation test."""
     both = np.array(first + second)
     rng = np.random.default_rng(0)
     shuffled = rng.permuted(np.tile(both, (NUM_SHUFFLES, 1)), axis=1)

@@ -1,14 +1,14 @@
-"""What happens under pressure, through a real Triton Server and the real model: `make pressure`.
+"""`make pressure`: behaviour under load, through a real Triton Server with the real model.
 
-- burst: ten times as many requests as may wait. How soon are the others refused, when do the
-  accepted ones get their first token?
-- mixed: 32 offline streams without end, and an interactive request every 200 ms.
-- long: a prompt of 6,000 tokens among 16 streams, with budgets of a step from small to one that
-  takes the prompt whole.
-- unread: 16 streams that nobody reads. What does the server keep, do others notice?
-- tight: 64 requests with a tenth of the KV cache that they want, and with all of it, in float32.
+- burst: ten times as many requests as may wait. How soon are the others refused, and when do the
+  accepted requests get their first token?
+- mixed: 32 endless offline streams, and an interactive request every 200 ms.
+- long: a prompt of 6,000 tokens among 16 streams, with budgets from small to one that computes the
+  prompt in one step.
+- unread: 16 streams that are not read. How much does the server keep, and are others affected?
+- tight: 64 requests with a tenth of the KV cache that they need, and with all of it, in float32.
 
-Times are those of the clients, which share the machine with the server; the burst's is light.
+Times are measured by clients on the server's machine; the client of the burst is light.
 """
 
 import argparse
@@ -39,14 +39,14 @@ _BLOCK_BYTES = 16 * 30 * 2 * 3 * 64 * 4  # of SmolLM2-135M in float32
 
 @dataclass(slots=True)
 class Result:
-    """One request as its client saw it; times in seconds of time.perf_counter()."""
+    """One request as seen by its client; times in seconds of time.perf_counter()."""
 
     start: float
-    moments: list[float] = field(default_factory=list)  # of each delta with text
+    moments: list[float] = field(default_factory=list)  # times of the deltas with text
     end: float = 0.0
     num_tokens: int = 0
     text: str = ""
-    usage: Usage = Usage()  # noqa: RUF009 -- it is frozen
+    usage: Usage = Usage()  # noqa: RUF009 -- the class is frozen
     error: str = ""
 
     @property
@@ -59,14 +59,14 @@ class Result:
 
 
 def prompt(num_tokens: int, seed: int = 0) -> str:
-    """So many words of about a token each, others for each seed."""
+    """A number of words of about one token each; each seed gives other words."""
     return " ".join(_WORDS[(seed * 7 + i * (seed + 3)) % len(_WORDS)] for i in range(num_tokens))
 
 
 def ask(
     client: GrpcClient, text: str, max_tokens: int, stop: Callable[[], bool] = lambda: False, **more
 ) -> Result:
-    """Read one answer of a set length, until `stop` says so."""
+    """Read answers of a fixed length until `stop` is set."""
     sampling = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
     result = Result(time.perf_counter())
     try:
@@ -88,7 +88,7 @@ def ask(
 
 @contextmanager
 def serving(**parameters: Any) -> Iterator[GrpcClient]:
-    """A client of a server with these limits, warmed up."""
+    """A client of a warmed-up server with these limits."""
     with open(os.devnull, "wb") as log, serve_with(parameters, log) as server:
         yield warm_client(server)
 
@@ -118,7 +118,7 @@ def burst(max_num_seqs: int = 8) -> Table:
         assert all("queue_full" in answer.error for answer in refused), refused[0].error
         waits = [(answer.first - answer.start) * 1e3 for answer in refused]
         ttfts = [answer.first - answer.start for answer in accepted]
-        # The queue's last one waits while those before it run, max_num_seqs at a time.
+        # The last request waits while those before it run, max_num_seqs at a time.
         usages = [usage for answer in accepted if (usage := answer.deltas[-1].usage)]
         service = percentile([usage.total_ms - usage.queue_ms for usage in usages], 50) / 1e3
         table.add_row(

@@ -1,7 +1,7 @@
-"""What a benchmark measured: cells, their table, and ratios between them. Runs without the engine.
+"""Results of a benchmark: cells, their table, and ratios between them. Knows nothing of engines.
 
-A cell is one way of serving one workload at one concurrency. Each is measured once a round, the
-ways in turns, because a shared machine's speed drifts: ratios are taken within a round.
+A cell is one way of serving one workload at one concurrency. Each cell is measured once per round,
+the ways in turns, because the speed of a shared machine drifts. Ratios are taken within a round.
 """
 
 import json
@@ -39,7 +39,7 @@ class Result:
         return self.workload, self.way, self.concurrency
 
     def add(self, start: float, first: float, end: float, num_tokens: int) -> None:
-        """Count one request by the moments it started, had its first and its last token."""
+        """Count one request by the times of its start, first and last token."""
         self.num_tokens += num_tokens
         self.ttft.append(first - start)
         if num_tokens > 1:
@@ -47,20 +47,20 @@ class Result:
 
 
 class Goal(NamedTuple):
-    """A value of one cell over that of another, and what it is to reach.
+    """A ratio between two cells, and its target.
 
-    A ratio of tokens/s is to be at least `wanted`, one of a time at most.
+    A ratio of tokens/s should be at least `wanted`, a ratio of times at most.
     """
 
     name: str
     cell: tuple[str, str, int]  # workload, way, concurrency
     other: tuple[str, str, int]
     wanted: float
-    measure: str = "tokens/s"  # or TTFT, TPOT: their medians
+    measure: str = "tokens/s"  # or the median of TTFT or TPOT
 
 
 class Ratio(NamedTuple):
-    """The median over the rounds, and the extremes."""
+    """The median of the rounds, with minimum and maximum."""
 
     median: float
     low: float
@@ -76,12 +76,12 @@ def load(path: Path) -> list[Result]:
 
 
 def rounds(results: Sequence[Result], cell: tuple[str, str, int]) -> dict[int, Result]:
-    """The rounds of a cell, by their numbers."""
+    """The rounds of a cell by number."""
     return {result.round: result for result in results if result.cell == cell}
 
 
 def ratio(results: Sequence[Result], goal: Goal) -> Ratio | None:
-    """Compare two cells in each round that has both; None where none has."""
+    """Compare two cells in each round that has both; None if there is no such round."""
     ours, others = rounds(results, goal.cell), rounds(results, goal.other)
     values = [
         _value(result, goal.measure) / _value(others[number], goal.measure)
@@ -103,7 +103,7 @@ def goal_line(goal: Goal, reached: Ratio) -> str:
 
 
 def table(results: Sequence[Result]) -> Table:
-    """One row a cell: tokens/s as median and extremes of the rounds, times of all rounds pooled."""
+    """A row per cell: tokens/s as median and extremes of the rounds, times pooled."""
     table = Table(title="Output tokens/s; TTFT and TPOT in ms")
     for name in ("workload", "way", "at once", "tokens/s", "spread"):
         table.add_column(name, justify="right")
@@ -126,7 +126,7 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def report(console: Console, results: Sequence[Result], goals: Iterable[Goal]) -> None:
-    """Print the table, and each goal whose cells were measured."""
+    """Print the table and the goals whose cells were measured."""
     console.print(table(results))
     for goal in goals:
         if reached := ratio(results, goal):

@@ -1,8 +1,8 @@
-"""`make roundtrip`: is what the server captures, when it is replayed, the same traffic again?
+"""`make roundtrip`: is the replay of a capture the same traffic again?
 
-A locust run replays a trace against a server that captures it (`trace_path`), the capture is
-replayed, the server captures that too, and the two captures are compared: requests, lengths,
-prefix hits, times of arrival by the server's clock.
+Locust replays a trace against a server that captures it (`trace_path`). Then the capture is
+replayed and captured as well. The two captures are compared: requests, lengths, prefix hits, and times of
+arrival by the server's clock.
 """
 
 import argparse
@@ -35,14 +35,14 @@ from tritium.loadtests.traces.format import read_trace
 
 _MAX_HIT_DIFFERENCE = 0.01
 _MAX_TIME_DIFFERENCE = 20.0  # ms
-_WAIT = 10.0  # seconds, for the last row
+_WAIT = 10.0  # seconds to wait for the last row
 
 
 def compare(first: Sequence[TraceRequest], second: Sequence[TraceRequest]) -> list[Check]:
-    """What two captures of the same traffic must share.
+    """Compare two captures of the same traffic.
 
-    Their clocks have no common zero: times are compared by their distance from the median
-    difference. Requests of one moment may have changed places.
+    Their clocks have no common zero, so times are compared by their distance from the median
+    difference. Requests that arrive at the same time may be in another order.
     """
     lengths, again = (sorted((r.input_length, r.output_length) for r in x) for x in (first, second))
     others = sum(one != other for one, other in zip(lengths, again, strict=False))
@@ -74,10 +74,10 @@ def compare(first: Sequence[TraceRequest], second: Sequence[TraceRequest]) -> li
 
 
 def _capture_of(written: Path, past: int, num_requests: int, output: Path) -> list[TraceRequest]:
-    """Put in order what the server wrote behind the first `past` bytes.
+    """Sort the rows that the server wrote after the first `past` bytes.
 
     Raises:
-        ReplayError: fewer requests than there were.
+        ReplayError: requests are missing.
     """
     deadline = time.monotonic() + _WAIT
     while written.read_bytes()[past:].count(b"\n") < num_requests:
@@ -102,7 +102,7 @@ def _locust(options: argparse.Namespace, url: str, metrics_url: str) -> None:
             *(f"--url={url}", f"--metrics-url={metrics_url}"),
             *(f"--ledger={options.output / 'ledger'}", f"--output={options.output / 'locust'}"),
         ],
-        check=False,  # its report says what is wrong
+        check=False,  # the report says what is wrong
     )
 
 
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace, console: Console) -> tuple[Summary, list[Ch
         (the replay of the capture, the two captures compared)
 
     Raises:
-        ReplayError, TraceError, ValueError, OSError: it could not be made.
+        ReplayError, TraceError, ValueError, OSError: the round trip failed.
     """
     options.output.mkdir(parents=True, exist_ok=True)
     written, ledger = options.output.resolve() / "written.jsonl", options.output / "ledger"

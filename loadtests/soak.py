@@ -1,11 +1,11 @@
-"""A soak test: everything that clients and steps may do to a server, ten thousand times, at once.
+"""A soak test: ten thousand requests of all kinds, with failing steps.
 
     make soak ARGS="--minutes 20 --requests 10000"
 
-Clients ask, cancel, hang up, send nonsense, come with deadlines, read slowly; some steps fail, some
-find no memory (`tests/faults.py`). At the end the server is told to stop with streams open. Then:
-each request has ended exactly once, no block is held, memory is flat, and greedy answers are what
-they are alone. Exit code 1 where one of that is not so.
+Clients ask, cancel, disconnect, send invalid requests, set deadlines, read slowly. Some steps fail,
+some find no memory (`faults.py`). At the end the server is stopped while streams are open. It is
+checked that each request has ended exactly once, that no block is held, that memory is flat, and
+that greedy answers are the same as alone. The exit code is 1 if a check fails.
 """
 
 import argparse
@@ -36,9 +36,9 @@ MODEL = "soaked"
 NUM_CLIENTS = 24
 MAX_TOKENS = 24
 LIMITS: dict[str, Any] = {
-    # An answer must be the same in any company: to the bit by the C operations, nearly in float32.
+    # Answers must not depend on other requests. The C operations ensure it, float32 nearly.
     "dtype": "auto" if cpu.library() else "float32",
-    "kv_cache_memory": "24MiB",  # with no reserve, some are preempted
+    "kv_cache_memory": "24MiB",  # without reserve, some sequences are preempted
     "reserve_blocks_per_seq": 0,
     "max_num_seqs": 16,
     "max_queue_size": 64,
@@ -52,11 +52,11 @@ OPENINGS = [
     "To make bread",
     "The number after 41 is",
 ]
-SECONDS_BETWEEN_FAILURES = 10  # three failing steps in a row would end the model
+SECONDS_BETWEEN_FAILURES = 10  # rare, since three failing steps in a row end the engine
 
 
 class Soak:
-    """What clients do, and what came of it."""
+    """The clients, and the outcomes of their requests."""
 
     def __init__(self, server: Server, seconds: float, num_requests: int) -> None:
         self.server = server
@@ -64,7 +64,7 @@ class Soak:
         self.http = HttpClient(server.http_url, model=MODEL)
         self.outcomes: Counter[str] = Counter()
         self.problems: list[str] = []
-        self.resident: list[int] = []  # bytes, once a second
+        self.resident: list[int] = []  # bytes, one sample per second
         self.prompts = [
             f"{opening}{' and' * length}" for opening in OPENINGS for length in (0, 60, 200)
         ]
@@ -78,7 +78,7 @@ class Soak:
         self.num_sent = 0
 
     def learn(self) -> None:
-        """The answers of each prompt alone."""
+        """The answer to each prompt alone."""
         for prompt in self.prompts:
             self.expected[prompt] = self.grpc.generate(prompt, sampling=greedy(MAX_TOKENS)).text
             self.num_sent += 1
@@ -127,7 +127,7 @@ class Soak:
                 self.num_sent += 1
 
     def _ask(self, rng: random.Random, seconds: float = 0, **more: int) -> str:
-        """A whole answer, token by token, which must be right."""
+        """Read a whole answer, which must be right token by token."""
         prompt, num_tokens = rng.choice(self.prompts), rng.randrange(4, MAX_TOKENS)
         client = rng.choice([self.grpc, self.http])
         texts, num_output_tokens = [], 0
@@ -229,7 +229,7 @@ class Soak:
             for line in self.server.metrics()
             if line.startswith("tritium:requests_total{")
         )
-        # Whoever was in a hurry may have been gone before the server read the request.
+        # A client with a short timeout may have left before the server read its request.
         if not self.num_sent - self.outcomes["timed out"] <= ended <= self.num_sent:
             self.problems.append(f"{self.num_sent} requests were sent, {ended:.0f} have ended")
         if abs(self.growth - 1) > 0.05:
@@ -237,7 +237,7 @@ class Soak:
 
     @property
     def growth(self) -> float:
-        """Resident memory of the last quarter, by that of the second."""
+        """Resident memory in the last quarter, relative to the second quarter."""
         quarter = max(len(self.resident) // 4, 1)
         return statistics.median(self.resident[-quarter:]) / statistics.median(
             self.resident[quarter : 2 * quarter] or self.resident
@@ -248,7 +248,7 @@ class Soak:
         return {name: value for name in gauges if (value := self.server.metric(name, MODEL))}
 
     def stop(self, server: TritonServer) -> None:
-        """SIGTERM with streams open: each ends, and so does the server."""
+        """SIGTERM with open streams: each stream must end, and the server as well."""
         streams = [self.grpc.stream("Go on", sampling=greedy(1000)) for _ in range(8)]
         for stream in streams:
             next(stream)

@@ -1,4 +1,4 @@
-"""The few statistics that traces and runs are judged by."""
+"""Statistics of traces and runs."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """Return the smallest value that at least `percent` of all do not exceed; NaN of none."""
+    """The smallest value that `percent` of all values do not exceed; NaN without values."""
     ordered = sorted(values)
     if not ordered:
         return float("nan")
@@ -18,10 +18,10 @@ def percentile(values: Iterable[float], percent: float) -> float:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and between which two of the values the true one lies with 95 % certainty.
+    """The median, and its 95 % confidence interval.
 
-    By ranks, whatever the distribution: how many of n values are below the true median is
-    binomial. With less than six values even the extremes are less certain than that.
+    The interval is computed from ranks and holds for any distribution: the number of values below
+    the true median is binomial. With less than six values even the extremes do not reach 95 %.
     """
     ordered, n = sorted(values), len(values)
     below = [math.comb(n, k) / 2**n for k in range(n)]
@@ -30,10 +30,10 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def ks_distance(first: Sequence[float], second: Sequence[float], tolerance: float = 0.0) -> float:
-    """Kolmogorov and Smirnov's: the largest gap between two samples' distributions, 0 to 1.
+    """Kolmogorov-Smirnov distance: the largest gap between two distributions, 0 to 1.
 
     Args:
-        tolerance: By how much a value may be off before it counts as another.
+        tolerance: Values closer than this count as equal.
     """
     if not len(first) or not len(second):
         return float(bool(len(first)) != bool(len(second)))
@@ -49,12 +49,12 @@ def ks_distance(first: Sequence[float], second: Sequence[float], tolerance: floa
 
 
 def dispersion(times: Iterable[float]) -> float:
-    """Index of dispersion of arrivals: variance over mean of the counts in bins of 1 s.
+    """Index of dispersion of arrivals: variance divided by mean of the counts in bins of 1 s.
 
-    1 for a Poisson process, more where arrivals come in bursts.
+    It is 1 for a Poisson process and larger for bursts.
 
     Args:
-        times: Seconds from the start; any order.
+        times: Seconds from the start, in any order.
     """
     counts = Counter(int(time) for time in times)
     num_bins = max(counts, default=0) + 1

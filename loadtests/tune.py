@@ -1,8 +1,9 @@
-"""`make tune`: which limits of config.pbtxt suit a trace's traffic, on this machine.
+"""`make tune`: which limits of config.pbtxt suit the traffic of a trace on this machine.
 
-For each pair of max_num_batched_tokens and max_num_seqs a real server replays the trace twice: at
-its own times, for latencies, and all at once, for throughput. A page shows the frontier; printed
-are the values for most tokens/s and for those within bounds of TTFT and TPOT.
+For each pair of max_num_batched_tokens and max_num_seqs a real server receives the trace twice: at
+its recorded times, for latencies, and all at once, for throughput. A page shows the Pareto
+frontier. The command prints the limits with most tokens/s, and the fastest ones within the bounds
+of TTFT and TPOT.
 """
 
 import argparse
@@ -29,11 +30,11 @@ from tritium.loadtests.report.page import write_report
 from tritium.loadtests.report.summary import Summary
 
 _HOUR_MS = 3_600_000
-_AT_ONCE = 1e6  # times as fast: a rate that no trace is slower than
+_AT_ONCE = 1e6  # replay rate at which any trace is sent at once
 
 
 class Point(NamedTuple):
-    """What a pair of limits gave."""
+    """The result of a pair of limits."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -42,7 +43,7 @@ class Point(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, int]:
-        """For config.pbtxt."""
+        """The limits as lines of config.pbtxt."""
         return {
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "max_num_seqs": self.max_num_seqs,
@@ -53,7 +54,7 @@ class Point(NamedTuple):
         return f"{self.max_num_batched_tokens} / {self.max_num_seqs}"
 
     def keeps(self, ttft_ms: float, tpot_ms: float) -> bool:
-        """Whether all requests were answered, and p95 is within the bounds (0: none)."""
+        """Whether all requests were answered and p95 is within the bounds (0: no bound)."""
         timed = self.timed
         return timed.completed == timed.sent and all(
             not bound or (found is not None and found <= bound)
@@ -62,18 +63,18 @@ class Point(NamedTuple):
 
 
 def fastest(points: Sequence[Point]) -> Point:
-    """The one with most tokens/s, all at once."""
+    """The limits with most tokens/s when all requests are sent at once."""
     return max(points, key=lambda point: point.at_once.output_tokens_per_second)
 
 
 def within(points: Sequence[Point], ttft_ms: float, tpot_ms: float) -> Point | None:
-    """The fastest one that keeps the bounds at the trace's own times."""
+    """The fastest limits that keep the bounds at the trace's recorded times."""
     keeping = [point for point in points if point.keeps(ttft_ms, tpot_ms)]
     return fastest(keeping) if keeping else None
 
 
 def config_lines(point: Point) -> str:
-    """What to write into config.pbtxt."""
+    """The lines for config.pbtxt."""
     return "\n".join(
         f'  {{ key: "{name}", value: {{ string_value: "{value}" }} }},'
         for name, value in point.parameters.items()
@@ -91,7 +92,7 @@ def measure(options: argparse.Namespace) -> Iterator[Point]:
         parameters = {
             "max_num_batched_tokens": batched,
             "max_num_seqs": seqs,
-            # All at once must not be refused.
+            # No request may be refused when all are sent at once.
             "max_queue_size": len(lengths),
             "max_queue_tokens": sum(lengths) + 1,
             "max_queue_delay_ms": _HOUR_MS,
@@ -111,7 +112,7 @@ def measure(options: argparse.Namespace) -> Iterator[Point]:
                     seed=name,
                     num_processes=options.processes,
                 )
-                # What leaves late when all leave at once says nothing.
+                # If all requests are sent at once, lateness does not matter.
                 max_lag = max_lag_of(options) if what == "timed" else float("inf")
                 run = replay(name, plan, target, slo_of(options), max_lag)
                 if run.interrupted:
@@ -121,7 +122,7 @@ def measure(options: argparse.Namespace) -> Iterator[Point]:
 
 
 def frontier(points: Sequence[Point], ttft_ms: float, tpot_ms: float) -> go.Figure:
-    """Tokens/s, all at once, against the latencies at the trace's own times."""
+    """Tokens/s of all at once, against the latencies at the recorded times."""
     titles = ("TTFT p95, ms", "TPOT p95, ms")
     figure = make_subplots(rows=1, cols=2, subplot_titles=titles, shared_yaxes=True)
     speeds = [point.at_once.output_tokens_per_second for point in points]
@@ -150,7 +151,7 @@ def frontier(points: Sequence[Point], ttft_ms: float, tpot_ms: float) -> go.Figu
 
 
 def _undominated(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those than which none has both less time and more speed."""
+    """Points that no other point beats in both latency and speed."""
     best: list[tuple[float, float]] = []
     for time, speed in sorted(points, key=lambda point: (point[0], -point[1])):
         if not best or speed > best[-1][1]:

@@ -1,8 +1,8 @@
-"""Requests that go out within milliseconds, by a client too light to be what is waited for.
+"""Sends many requests within milliseconds, by a client that is not the bottleneck.
 
-A thread and a gRPC stream for each of 160 requests take a Python client longer than a server needs
-to refuse them. Here each has a connection that is open already and one `send`, and one thread
-waits for all answers.
+With a thread and a gRPC stream per request, a Python client needs longer to send 160 requests than
+a server needs to refuse them. Here each request has an open connection and one `send`, and a single
+thread waits for all answers.
 """
 
 import io
@@ -23,10 +23,10 @@ from tritium.client.sse import parse_events
 
 @dataclass(slots=True)
 class Answer:
-    """What came, by time.perf_counter(): seconds."""
+    """One answer; times are time.perf_counter() in seconds."""
 
     start: float
-    first: float = 0.0  # of the first event, be it an error
+    first: float = 0.0  # time of the first event or error
     end: float = 0.0
     deltas: list[Delta] = field(default_factory=list)
     error: str = ""
@@ -44,7 +44,7 @@ def volley(
 
     Args:
         url: http://host:port
-        interval: Seconds from one request to the next; 0: all at once.
+        interval: Seconds between requests; 0: all at once.
 
     Raises:
         TimeoutError: an answer was not complete in time.
@@ -107,7 +107,7 @@ def _read(answer: Answer, raw: bytes) -> None:
 
 
 class _Bytes:
-    """What HTTPResponse wants of a socket."""
+    """The part of a socket that HTTPResponse needs."""
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw

@@ -1,1 +1,1 @@
-"""Other engines on the same requests: what they are given, how they run, what they answered."""
+"""Other engines with the same requests: their jobs, their processes, their results."""

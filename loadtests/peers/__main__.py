@@ -1,17 +1,17 @@
-"""`make bench-peers`: other engines on the requests of `make bench`, beside ours, in one run.
+"""`make bench-peers`: other engines beside Tritium, with the requests of `make bench`, in one run.
 
-    engine          ours, in this process; `engine int8`: with its weights in 8 bits
-    server          ours behind Triton Server, streamed over gRPC
-    vllm            vLLM's CPU build, in process; VLLM_DTYPE may name another dtype than bfloat16
-    vllm backend    vLLM's Triton backend in the same Triton Server as ours, by the same client;
-                    its model.py is in no package: VLLM_BACKEND names a folder that has it
+    engine          Tritium's engine in this process; `engine int8`: 8-bit weights
+    server          Tritium behind Triton Server, streamed over gRPC
+    vllm            vLLM's CPU build, in process; VLLM_DTYPE sets another dtype than bfloat16
+    vllm backend    vLLM's Triton backend in the same Triton Server, with the same client. No
+                    package contains its model.py: VLLM_BACKEND names a folder with it
     openvino ...    OpenVINO GenAI's ContinuousBatchingPipeline, in process
-    llama.cpp ...   its server, streamed over HTTP; LLAMA_SERVER may name another binary
+    llama.cpp ...   its server, streamed over HTTP; LLAMA_SERVER names another binary
 
-Each peer runs in an environment of its own, on the same weights (model_files.py), and only one
-process at a time runs at all: the others are frozen. Workloads: `uniform` of `make bench`, at most
-four requests for each that is in flight; and, where 64 at once are measured, `shared prefix`: 64
-requests, 512 tokens that all have, 32 of their own, 32 of answer, prefixes reused.
+Each peer runs in its own environment with the same weights (model_files.py). Only the process that
+is measured runs; the others are frozen. Workloads: `uniform` of `make bench`, with at most four
+requests per request in flight; and, if 64 at once are measured, `shared prefix`: 64 requests with
+512 common prompt tokens, 32 of their own and 32 output tokens, with prefix reuse.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from tritium.loadtests.bench import Prompts, Request, read_config, uniform_workl
 from tritium.loadtests.peers.ways import WAYS, Way, started
 from tritium.loadtests.results import Goal, Result, load, report, save
 
-_REUSING = ("engine", "vllm")  # ways that the shared prefix is measured on
+_REUSING = ("engine", "vllm")  # ways measured with the shared prefix
 
 
 def shared_prefix_workload(prompts: Prompts) -> list[Request]:
@@ -39,7 +39,7 @@ def shared_prefix_workload(prompts: Prompts) -> list[Request]:
 
 
 def goals() -> list[Goal]:
-    """What this project is to reach beside its peers."""
+    """The goals against the peers."""
 
     def uniform(way: str, concurrency: int) -> tuple[str, str, int]:
         return "uniform", way, concurrency
@@ -66,7 +66,7 @@ def goals() -> list[Goal]:
 
 
 def measure(way: Way, workload: str, num_requests: int, concurrency: int) -> Result:
-    """One cell; whatever else was started stays frozen."""
+    """Measure one cell; all other processes stay frozen."""
     way.thaw()
     try:
         return way.measure(workload, num_requests, concurrency)
@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
     versions = options.output.with_suffix(".versions.json")
     if options.append and options.output.exists():
         results, found = load(options.output), json.loads(versions.read_text())
-    # A frozen server's keepalive must not look like a broken connection.
+    # The missing keepalive of a frozen server must not count as a broken connection.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     with started(options.only, workloads, folder, options.port) as ways:
         versions.write_text(json.dumps(found | {way.name: way.version for way in ways}))

@@ -1,9 +1,9 @@
-"""The side of a peer: takes cells from standard input, measures each, answers on standard output.
+"""A peer's process: reads cells from standard input, measures each, answers on standard output.
 
-Runs in the peer's own environment, so it imports nothing but the standard library. The protocol,
-one JSON line each way: the job's path is the program's only argument; when the peer is ready, a
-line {"version": ...}; then for each line {"workload": ..., "num_requests": ..., "concurrency": ...}
-one with what happened, see `Answer` in jobs.py.
+It runs in the peer's own environment, so it imports only the standard library. The only argument is
+the path of the job. The protocol is one JSON line in each direction: when the peer is ready, it
+writes {"version": ...}. Then it answers each line {"workload": ..., "num_requests": ...,
+"concurrency": ...} with one line; see `result_of` in jobs.py.
 """
 
 import json
@@ -17,19 +17,19 @@ from typing import Any
 
 # A request: [token ids of the prompt, number of output tokens].
 Request = tuple[list[int], int]
-# Requests by index, concurrency -> for each request the moments of start, first and last token.
+# (request indices, concurrency) -> times of start, first and last token of each request.
 Run = Callable[[list[Request], int], list[list[float]]]
 
 
 def serve(start: Callable[[dict[str, Any]], tuple[str, Run]]) -> None:
-    """Start the peer by its job's settings (-> version, run), then answer until the input ends."""
-    # Whatever a library prints goes to the log: standard output is the protocol's alone.
+    """Start the peer by its job's settings (-> version, run); answer until the input ends."""
+    # Standard output belongs to the protocol, so what libraries print goes to the log.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     job = json.loads(Path(sys.argv[1]).read_text())
     version, run = start(job["settings"])
     first = next(iter(job["workloads"].values()))
-    run(first[:2], 2)  # warm
+    run(first[:2], 2)  # warm-up
     _write(answers, {"version": version})
     for line in sys.stdin:
         cell = json.loads(line)
@@ -48,8 +48,8 @@ def stepwise(
     """A closed loop around an engine in this process.
 
     Args:
-        add: Starts request i with these token ids, for so many output tokens.
-        step: Computes a step; yields (request, its new tokens, whether it has ended).
+        add: Starts request i with token ids and a number of output tokens.
+        step: Computes a step; yields (request, number of new tokens, whether it has ended).
     """
     moments: list[list[float]] = [[] for _ in requests]
     counts = [0] * len(requests)
@@ -84,7 +84,7 @@ def threaded(
 ) -> list[list[float]]:
     """A closed loop of clients; `stream` yields the number of new tokens as they arrive.
 
-    The clients' threads take no core from the server's, as those of our own server's client.
+    The clients' threads have a low priority, as in the measurement of Tritium's server.
     """
     moments: list[list[float]] = [[] for _ in requests]
     waiting = iter(range(len(requests)))

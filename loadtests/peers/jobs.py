@@ -1,4 +1,4 @@
-"""Our side of a peer: its job as JSON, its process, its answers."""
+"""The controlling side of a peer: its job as JSON, its process, its results."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from tritium.loadtests.results import Result
 
-# Workload -> its requests: [token ids of the prompt, number of output tokens].
+# Workload -> requests: [token ids of the prompt, number of output tokens].
 Workloads = Mapping[str, Sequence[tuple[list[int], int]]]
 
 
@@ -29,13 +29,13 @@ def result_of(
     workload: str,
     requests: Sequence[tuple[list[int], int]],
 ) -> Result:
-    """What a peer's answer to one cell says.
+    """Parse a peer's answer to one cell.
 
-    Its line is {"seconds": ..., "moments": [[start, first token, last token], ...]}, in the order
-    of the requests, by a clock of its own.
+    The line is {"seconds": ..., "moments": [[start, first token, last token], ...]}, in the order
+    of the requests, by the peer's clock.
 
     Raises:
-        PeerError: it is something else.
+        PeerError: the line has another form.
     """
     try:
         fields = json.loads(answer)
@@ -48,14 +48,14 @@ def result_of(
 
 
 class Peer:
-    """A peer's process. It stays for the whole run, frozen while others are measured.
+    """A peer's process, which stays for the whole run and is frozen while others are measured.
 
     Args:
-        name: Of the way, in tables.
-        python: The interpreter of its environment.
-        script: Its file in this folder.
-        settings: What its `start` gets.
-        folder: For its job and its log.
+        name: Name in tables.
+        python: Interpreter of the peer's environment.
+        script: Program in this folder.
+        settings: Arguments of the program's `start`.
+        folder: Folder for the job and the log.
         environment: More environment variables.
     """
 

@@ -1,7 +1,7 @@
-"""The model that we ship in the forms that the peers read: the same weights for all.
+"""The shipped model in the formats that the peers read, with the same weights for all.
 
-What we ship has 4-bit weights and computes with them in bfloat16; so the Hugging Face directory
-has these in bfloat16, and the GGUF files have them in BF16 and Q8_0. Made once.
+The shipped file has 4-bit weights, which Tritium computes in bfloat16. The Hugging Face directory
+contains them in bfloat16, the GGUF files in BF16 and Q8_0. The files are created once.
 """
 
 import subprocess
@@ -25,7 +25,7 @@ def hugging_face(shipped: Path, folder: Path) -> Path:
 
 
 def gguf_file(shipped: Path, folder: Path, kind: GGMLQuantizationType) -> Path:
-    """The same file with matrices of another type; vectors stay as they are."""
+    """Copy a GGUF file with matrices of another type; vectors stay as they are."""
     target = folder / f"{kind.name.lower()}.gguf"
     if target.exists():
         return target
@@ -56,7 +56,7 @@ def gguf_file(shipped: Path, folder: Path, kind: GGMLQuantizationType) -> Path:
 
 
 def openvino_ir(model: Path, folder: Path, exporter: Path, weights: str) -> Path:
-    """OpenVINO's own form, by optimum-intel's command line; computed in bfloat16 where it can be.
+    """Export to OpenVINO's format with optimum-intel's command line.
 
     Args:
         model: Hugging Face directory.

@@ -16,7 +16,7 @@ from closed_loop import Request, Run, serve, threaded
 def start(settings: dict[str, Any]) -> tuple[str, Run]:
     binary, port = settings["binary"] or _installed_binary(), settings["port"]
     threads = str(len(os.sched_getaffinity(0)))
-    # Of each slot: 512 tokens, more than prompt and answer of any request.
+    # 512 tokens per slot: more than prompt and answer of any request.
     command = [binary, "-m", settings["model"], "--port", str(port), "-np", "64", "-c", "32768"]
     server = subprocess.Popen([*command, "-t", threads], stdout=sys.stderr)
     atexit.register(server.kill)

@@ -1,7 +1,7 @@
-"""vLLM's CPU build, in process: its LLM with every step driven from here.
+"""vLLM's CPU build, in process: its LLM class, stepped from here.
 
-Both cores for its arithmetic, as ours. It reuses prefixes by default; before each cell what an
-earlier round left is forgotten.
+It uses both cores, like Tritium. It reuses prefixes by default; its prefix cache is reset before
+each cell.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The ways of serving that are compared: ours, and the peers whose environments are there."""
+"""The ways of serving that are compared: Tritium, and the peers that are installed."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ from tritium.loadtests.peers import model_files
 from tritium.loadtests.peers.jobs import Peer, PeerError, Workloads
 from tritium.loadtests.results import Result
 
-# All of this machine's cores, as our own engine takes them.
+# All cores of this machine, like Tritium's engine.
 _VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
@@ -31,7 +31,7 @@ _VLLM_ENVIRONMENT = {
 _VLLM_MODEL = """{{"model": "{model}", "dtype": "{dtype}", "max_model_len": 2048,
 "max_num_seqs": 64, "enable_prefix_caching": false}}"""
 
-# With the inputs that our client sends to ours; there they have no meaning.
+# Tritium's client sends these inputs; the peer ignores them.
 _VLLM_CONFIG = """
 backend: "python"
 instance_group [ { count: 1, kind: KIND_MODEL } ]
@@ -43,7 +43,7 @@ input [
 
 
 class Way(Protocol):
-    """Something that answers a workload."""
+    """A way of serving a workload."""
 
     name: str
     version: str
@@ -51,7 +51,7 @@ class Way(Protocol):
     def measure(self, workload: str, num_requests: int, concurrency: int) -> Result: ...
 
     def freeze(self) -> None:
-        """Let it take no time from others, whatever it does between requests."""
+        """Stop its processes, so that it takes no time from others between its cells."""
 
     def thaw(self) -> None: ...
 
@@ -59,7 +59,7 @@ class Way(Protocol):
 
 
 class Engine:
-    """Ours, in this process."""
+    """Tritium's engine, in this process."""
 
     version = "here"
 
@@ -69,7 +69,7 @@ class Engine:
         self.name = name
         self._workloads = workloads
         config = read_config().model_copy(update={"quantization": quantization})
-        with ThreadPoolExecutor(1) as pool:  # see loadtests.bench
+        with ThreadPoolExecutor(1) as pool:  # see bench.py
             runner = pool.submit(ModelRunner, config).result()
         reusing = config.model_copy(update={"prefix_cache": "on"})
         self._uniform, self._reusing = Alone(config, runner), Alone(reusing, runner)
@@ -102,7 +102,7 @@ class Server:
             server.start()
         try:
             server.wait_until_ready(timeout=600)
-            served(server, workloads["uniform"][:2], 2)  # warm
+            served(server, workloads["uniform"][:2], 2)  # warm-up
         except BaseException:
             self.stop()
             raise
@@ -127,14 +127,14 @@ class Server:
         try:
             os.killpg(self._server.process.pid, number)
         except ProcessLookupError:
-            pass  # it has ended: whoever asks it for something hears of that
+            pass  # it has ended; the next request to it reports that
 
 
 @contextmanager
 def started(
     names: Sequence[str], workloads: dict[str, list[Request]], folder: Path, port: int
 ) -> Iterator[list[Way]]:
-    """Those of the named ways that can be had here, frozen; what can't is told and left out."""
+    """Start the named ways, frozen. A way that can't start is reported and left out."""
     shipped = resolve(read_config().model)
     plain: Workloads = {
         name: [(request.token_ids, request.num_output_tokens) for request in requests]
@@ -180,8 +180,8 @@ def started(
 
     def ours() -> Way:
         repository = folder / "ours"
-        shutil.rmtree(repository, ignore_errors=True)  # of an earlier run
-        # The same prompts come again, and all are to compute them again.
+        shutil.rmtree(repository, ignore_errors=True)  # left by an earlier run
+        # Prompts are repeated and must be computed again.
         lay_out(repository, {"prefix_cache": "off"})
         server = TritonServer(repository, port, port + 1, port + 2)
         return Server("server", workloads, folder / "server.log", server)
@@ -221,7 +221,7 @@ WAYS = (
 
 
 def _python(peer: str) -> Path:
-    """The interpreter of a peer's environment, which lies beside ours."""
+    """The interpreter of a peer's environment, which is beside Tritium's."""
     python = Path(f"{sys.prefix}-{peer}") / "bin" / "python"
     if not python.exists():
         raise PeerError(f"no {python}")
@@ -236,7 +236,7 @@ def _lay_out_vllm_backend(repository: Path, model: Path) -> Path:
     source = os.environ.get("VLLM_BACKEND")
     if not source or not (Path(source) / "model.py").exists():
         raise PeerError("VLLM_BACKEND names no folder with the model.py of vLLM's Triton backend")
-    shutil.rmtree(repository, ignore_errors=True)  # of an earlier run
+    shutil.rmtree(repository, ignore_errors=True)  # left by an earlier run
     version = repository / "smollm2" / "1"
     version.mkdir(parents=True)
     for path in Path(source).iterdir():

@@ -1,6 +1,6 @@
-"""Sends planned requests at their times, whatever is still in flight, and records what comes back.
+"""Sends planned requests at their times, whatever is in flight, and records the responses.
 
-It uses plain threads. Under locust, which makes greenlets of them, it runs as it is.
+It uses plain threads, which locust turns into greenlets.
 """
 
 import queue
@@ -14,7 +14,7 @@ from tritium.loadtests.replay.prompts import Prompts
 from tritium.loadtests.replay.run import Health, Record
 from tritium.loadtests.statistics import percentile
 
-_AHEAD = 512  # prompts that are written before their time
+_AHEAD = 512  # prompts written ahead of their time
 _BEAT = 0.01  # seconds
 _CONNECT_TIMEOUT = 10.0  # seconds
 
@@ -28,11 +28,11 @@ class Dispatcher:
     """Replays one share of a plan.
 
     Args:
-        requests: In the order of their times.
-        prompts: Writes them.
-        client: Sends them.
-        timeout: Seconds that an answer may take.
-        on_record: Takes each record when its request has ended, from any thread.
+        requests: Requests in the order of their times.
+        prompts: Writes the prompts.
+        client: Sends the requests.
+        timeout: Seconds for a whole answer.
+        on_record: Called with each record when its request has ended, on any thread.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Dispatcher:
         self._timeout = timeout
         self._on_record = on_record
         self._ready: queue.Queue[tuple[Planned, str] | Exception | None] = queue.Queue(_AHEAD)
-        self._full = threading.Event()  # as much is written ahead as may be
+        self._full = threading.Event()  # set when enough prompts are written ahead
         threading.Thread(target=self._write_ahead, daemon=True).start()
 
     def wait_until_ready(self) -> None:
-        """Block until the server is reached and the first prompts are written.
+        """Block until the server answers and the first prompts are written.
 
         Raises:
             ConnectionLost: the server does not answer.
@@ -65,7 +65,7 @@ class Dispatcher:
         """Send all requests and wait for their ends.
 
         Args:
-            start: The moment of the plan's 0, by time.perf_counter.
+            start: time.perf_counter() at the plan's time 0.
 
         Raises:
             ValueError, TraceError: a request can't be planned or written.
@@ -149,7 +149,7 @@ class Dispatcher:
 
 
 class _Pulse:
-    """Feels how long a thread of this process waits to run, and how busy the process is."""
+    """Measures how long a thread of this process waits to run, and how busy the process is."""
 
     def __init__(self) -> None:
         self._stopping = threading.Event()

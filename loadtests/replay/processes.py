@@ -1,4 +1,4 @@
-"""A replay in processes of their own, each with every n-th request; gathers their records."""
+"""A replay in several processes, each with every n-th request; collects their records."""
 
 import multiprocessing
 import queue
@@ -19,21 +19,21 @@ from tritium.loadtests.traces.describe import describe
 
 
 class ReplayError(RuntimeError):
-    """A replay could not go on; the message says why."""
+    """A replay could not continue; the message says why."""
 
 
 class Target(msgspec.Struct, frozen=True):
-    """What is replayed against, and how.
+    """The server that receives the replay, and how it is sent.
 
     Args:
-        url: http://host:port, or host:port of gRPC.
+        url: http://host:port, or host:port for gRPC.
         metrics_url: The server's /metrics.
-        model: Its name there.
-        tokenizer: The served model's, as the text of a tokenizer.json.
-        seed: Of the prompts' words.
-        timeout: Seconds that an answer may take.
-        num_processes: Of the client.
-        ledger: Directory of the server's ledger, whose tokens are compared; None: none.
+        model: Name of the served model.
+        tokenizer: Text of the served model's tokenizer.json.
+        seed: Seed of the prompts' words.
+        timeout: Seconds for a whole answer.
+        num_processes: Client processes.
+        ledger: Directory of the server's ledger, whose tokens are compared, or None.
     """
 
     url: str
@@ -53,7 +53,7 @@ def dispatcher(
     num_shares: int,
     on_record: Callable[[Record], None],
 ) -> Dispatcher:
-    """What sends every `num_shares`-th request of a plan, from number `share` on."""
+    """A dispatcher for every `num_shares`-th request of a plan, from number `share` on."""
     return Dispatcher(
         islice(plan.requests(), share, None, num_shares),
         Prompts(JsonVocabulary(target.tokenizer), target.seed),
@@ -64,7 +64,7 @@ def dispatcher(
 
 
 def new_run(name: str, plan: Plan, url: str, slo: Slo, max_lag: float) -> Run:
-    """A run of which nothing is recorded yet; raises what the plan does."""
+    """A run without records; raises the errors of the plan."""
     planned = describe(request.as_trace() for request in plan.requests())
     return Run(name, url, plan, describe(plan.source()), planned, slo, max_lag)
 
@@ -78,14 +78,14 @@ def replay(
     on_start: Callable[[int], None] = lambda _: None,
     on_record: Callable[[Record], None] = lambda _: None,
 ) -> Run:
-    """Replay a plan. Ctrl-C ends it early; the run then has what was recorded so far.
+    """Replay a plan. Ctrl-C ends it early; the run then contains the records so far.
 
     Args:
-        on_start: Told of the number of requests.
-        on_record: Told of each one's end.
+        on_start: Called with the number of requests.
+        on_record: Called with the record of each request that has ended.
 
     Raises:
-        TraceError, ValueError: of the plan, or of the ledger.
+        TraceError, ValueError: the plan or the ledger is wrong.
         ReplayError: a process of the client failed.
     """
     run = new_run(name, plan, target.url, slo, max_lag)
@@ -133,7 +133,7 @@ def replay(
 
 
 def _receive(messages: Any, workers: list[Any]) -> Iterator[Any]:
-    """What the workers say, as it comes."""
+    """The workers' messages in the order of arrival."""
     while True:
         try:
             message = messages.get(timeout=1)
@@ -152,7 +152,7 @@ def _receive(messages: Any, workers: list[Any]) -> Iterator[Any]:
 def _work(
     plan: Plan, target: Target, share: int, num_shares: int, start: Any, messages: Any
 ) -> None:
-    """In a process of its own: say that all is ready, wait for the start, replay."""
+    """The process of a worker: report that it is ready, wait for the start, replay."""
     try:
         sending = dispatcher(plan, target, share, num_shares, messages.put)
         sending.wait_until_ready()

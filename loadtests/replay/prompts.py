@@ -1,4 +1,4 @@
-"""Prompts of exact lengths whose equal hash ids are equal tokens: real words, no special tokens."""
+"""Prompts of exact lengths, made of words; equal hash ids become equal tokens."""
 
 import random
 from functools import lru_cache
@@ -10,7 +10,7 @@ from tritium.loadtests.replay.plan import Planned
 
 
 class Vocabulary(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that prompts need."""
 
     vocab_size: int
 
@@ -20,7 +20,7 @@ class Vocabulary(Protocol):
 
 
 class JsonVocabulary:
-    """Of a tokenizer.json: a process of the client needs no more of a model, and no torch."""
+    """The vocabulary of a tokenizer.json; client processes need no torch for it."""
 
     def __init__(self, text: str) -> None:
         self._tokenizer = tokenizers.Tokenizer.from_str(text)
@@ -37,15 +37,15 @@ class Prompts:
     """Writes prompts from words that are one token each.
 
     Args:
-        tokenizer: The served model's.
-        seed: Another seed gives other words, so that a run finds nothing of an earlier one in the
-            server's prefix cache.
+        tokenizer: Tokenizer of the served model.
+        seed: Another seed gives other words, so that a run does not find the prompts of an earlier
+            run in the server's prefix cache.
     """
 
     def __init__(self, tokenizer: Vocabulary, seed: str) -> None:
         self._tokenizer = tokenizer
         self._seed = seed
-        self._num_special = len(tokenizer.encode(""))  # that the model wants around a prompt
+        self._num_special = len(tokenizer.encode(""))  # tokens that the model adds around a prompt
         candidates = (tokenizer.decode_token(i) for i in range(min(tokenizer.vocab_size, 20_000)))
         self._words = [
             word
@@ -60,7 +60,7 @@ class Prompts:
         """The text of a request's prompt.
 
         Raises:
-            ValueError: the tokenizer makes another number of tokens of it.
+            ValueError: the text does not have the planned number of tokens.
         """
         num_words = max(request.input_length - self._num_special, 1)
         words: list[str] = []
@@ -68,7 +68,7 @@ class Prompts:
             words += self._block(f"block {hash_id}", request.block_size)
             if len(words) >= num_words:
                 break
-        if len(words) < num_words:  # without hash ids: shared with nobody
+        if len(words) < num_words:  # without hash ids: shared with no other prompt
             words += self._draw(f"request {request.index}", num_words - len(words))
         text = "".join(words[:num_words])
         num_tokens = len(self._tokenizer.encode(text))

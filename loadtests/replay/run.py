@@ -1,4 +1,4 @@
-"""What a replay leaves behind: a record a request, the server's gauges, the client's own health."""
+"""The result of a replay: one record per request, the server's gauges, the client's health."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import msgspec
 from tritium.loadtests.replay.plan import Plan
 from tritium.loadtests.traces.describe import Description
 
-TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens")  # that a report counts, too
+TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens")  # counters that a report compares
 
 
 class Record(msgspec.Struct):
@@ -20,18 +20,18 @@ class Record(msgspec.Struct):
     business_line: str
     request_class: str
     sent: float = 0.0
-    first: float = 0.0  # the first text that is not empty; 0: none
+    first: float = 0.0  # first non-empty text; 0: none
     end: float = 0.0
-    num_input_tokens: int = 0  # these three as the server counts
+    num_input_tokens: int = 0  # token counts as reported by the server
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
-    device_ms: float = 0.0  # these as the server bills
+    device_ms: float = 0.0  # device time and cost as billed by the server
     kv_block_seconds: float = 0.0
-    cost: float | None = None  # None where it has no price
-    gaps: list[float] = []  # between one response with text and the next
+    cost: float | None = None  # None if the server has no price
+    gaps: list[float] = []  # gaps between responses with text
     finish_reason: str = ""
     error: str = ""  # "CODE: message"
-    rejected: bool = False  # by a limit of the server
+    rejected: bool = False  # refused by a limit of the server
 
     @property
     def outcome(self) -> str:
@@ -42,7 +42,7 @@ class Record(msgspec.Struct):
 
     @property
     def lag(self) -> float:
-        """By how much it left late."""
+        """By how much the request was sent late."""
         return self.sent - self.due
 
     @property
@@ -55,28 +55,28 @@ class Record(msgspec.Struct):
 
     @property
     def tpot(self) -> float | None:
-        """None for a single token."""
+        """Mean seconds per token after the first; None for a single token."""
         if self.num_output_tokens < 2:
             return None
         return (self.e2e - self.ttft) / (self.num_output_tokens - 1)
 
 
 class Health(msgspec.Struct, frozen=True):
-    """Of one of the client's processes, while it replayed."""
+    """The health of one client process during the replay."""
 
-    stall_p99: float  # seconds that a thread which wants to run waits for it
-    busy: float  # share of one core, in its busiest second; Python uses no more than one
+    stall_p99: float  # seconds that a runnable thread waits
+    busy: float  # share of one core in the busiest second; Python uses at most one core
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """Some metrics of the server at a moment."""
+    """Metrics of the server at one time."""
 
     time: float  # seconds from the start
     values: dict[str, float]
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """What a request must keep to count as good. Seconds; 0: no bound."""
+    """Bounds of a good request, in seconds; 0: no bound."""
 
     ttft: float = 0.0
     tpot: float = 0.0
@@ -96,11 +96,11 @@ class Run(msgspec.Struct):
     url: str
     plan: Plan
     source: Description  # the part of the trace that is replayed
-    planned: Description  # the same at the plan's scale
+    planned: Description  # description of the trace at the plan's scale
     slo: Slo
-    max_lag: float  # seconds; beyond it at the 99th percentile the run is invalid
+    max_lag: float  # seconds; a larger p99 lag makes the run invalid
     records: list[Record] = []  # by index
-    healths: list[Health] = []  # one a process
+    healths: list[Health] = []  # one per process
     samples: list[Sample] = []
     interrupted: bool = False
 
@@ -112,7 +112,7 @@ class Run(msgspec.Struct):
 
 
 def load_run(folder: Path) -> Run:
-    """Read a run that was saved."""
+    """Read a saved run."""
     return msgspec.json.decode(
         (folder / "run.json").read_bytes(), type=Run, dec_hook=lambda kind, value: kind(value)
     )

@@ -1,1 +1,1 @@
-"""What a replay measured: figures, verdicts, and a page of them."""
+"""Reports of replays: figures, verdicts, pages."""

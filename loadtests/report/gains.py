@@ -1,4 +1,4 @@
-"""What each of the engine's ideas gained on a trace, as `make gains` measured it: a table."""
+"""The table of `make gains`: what each idea of the engine gains on a trace."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,18 +15,18 @@ COLUMNS = (
 
 
 class WayGain(msgspec.Struct, frozen=True):
-    """One way to run the requests."""
+    """The result of one way to run the requests."""
 
     name: str
-    running: int  # at once, at most
-    kv_tokens: int  # for which KV cache was held at the peak, used or not
+    running: int  # most sequences at once
+    kv_tokens: int  # tokens of KV reserved at the peak, used or not
     tokens_per_second: float  # median of the rounds
-    over_before: Ratio  # in tokens/s, within each round
+    over_before: Ratio  # ratio of tokens/s within each round
     over_first: Ratio
 
     @property
     def cells(self) -> list[str]:
-        """By COLUMNS."""
+        """The cells of a row, in the order of COLUMNS."""
         return [
             self.name,
             f"{self.running}",
@@ -40,7 +40,7 @@ class WayGain(msgspec.Struct, frozen=True):
 
 
 class Gains(msgspec.Struct, frozen=True):
-    """Of some requests of a trace."""
+    """The gains on some requests of a trace."""
 
     title: str
     ways: Sequence[WayGain]
@@ -51,10 +51,10 @@ class Gains(msgspec.Struct, frozen=True):
 
 
 def load_gains(path: Path) -> Gains:
-    """Read gains that were saved.
+    """Read saved gains.
 
     Raises:
-        OSError, msgspec.DecodeError: they are not there.
+        OSError, msgspec.DecodeError: the file is missing or damaged.
     """
     return msgspec.json.decode(path.read_bytes(), type=Gains)
 

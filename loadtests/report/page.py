@@ -1,4 +1,4 @@
-"""A report's files: one HTML page that needs nothing else, JSON, and a CSV row a request."""
+"""The files of a report: a self-contained HTML page, JSON, and CSV with a row per request."""
 
 import csv
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def write_report(run: Run, folder: Path, gains: Gains | None = None) -> Summary:
 
 
 def write_page(runs: Sequence[Run], path: Path, title: str, gains: Gains | None = None) -> None:
-    """One run, or several side by side; what the engine's ideas gain, where that was measured."""
+    """Write a page of one run or of several side by side, with the table of gains if given."""
     pairs = [(summarize(run), run) for run in runs]
     summaries = [summary for summary, _ in pairs]
     template = jinja2.Environment(autoescape=True).from_string(
@@ -99,7 +99,7 @@ def figures(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
 
 
 def print_summaries(console: Console, summaries: Sequence[Summary]) -> None:
-    """The same on a terminal."""
+    """Print the first table on a terminal."""
     table = Table()
     table.add_column("")
     for summary in summaries:

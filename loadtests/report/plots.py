@@ -1,4 +1,4 @@
-"""The plots of a report: each shows one run or several."""
+"""The plots of a report, each for one run or several."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -40,7 +40,7 @@ def timeline(runs: Sequence[Run]) -> go.Figure:
 
 
 def latencies(runs: Sequence[Run]) -> go.Figure:
-    """Shares of the requests up to each TTFT and TPOT."""
+    """Cumulative distributions of TTFT and TPOT."""
     figure = make_subplots(rows=1, cols=2, subplot_titles=("TTFT, ms", "TPOT, ms"))
     for run, color in zip(runs, _cycle(len(runs)), strict=True):
         answered = [r for r in run.records if r.outcome == "completed" and r.first]
@@ -55,7 +55,7 @@ def latencies(runs: Sequence[Run]) -> go.Figure:
 
 
 def goodput(runs: Sequence[Run]) -> go.Figure:
-    """Requests that kept the SLO against those sent: of each run, and of each 10 s of it."""
+    """Requests within the SLO against requests sent, per run and per 10 s."""
     figure = go.Figure()
     for run, color in zip(runs, _cycle(len(runs)), strict=True):
         sent = Counter(int(record.sent // _WINDOW) for record in run.records)
@@ -86,7 +86,7 @@ def goodput(runs: Sequence[Run]) -> go.Figure:
 
 
 def lengths(runs: Sequence[Run]) -> go.Figure:
-    """Planned and counted lengths."""
+    """Planned lengths against counted lengths."""
     figure = make_subplots(rows=1, cols=2, subplot_titles=("prompts, tokens", "answers, tokens"))
     for run, color in zip(runs, _cycle(len(runs)), strict=True):
         completed = [record for record in run.records if record.outcome == "completed"]
@@ -101,7 +101,7 @@ def lengths(runs: Sequence[Run]) -> go.Figure:
 
 
 def gains(found: Gains) -> go.Figure:
-    """Of each way to run the same requests: speed, and what it ran and held for that."""
+    """Speed, sequences at once and reserved KV of each way to run the same requests."""
     titles = ("output tokens/s", "requests running at once", "tokens of KV cache held")
     figure = make_subplots(rows=1, cols=3, subplot_titles=titles)
     names = [way.name for way in found.ways]
@@ -142,7 +142,7 @@ def _line(
 def _steps(
     figure: go.Figure, column: int, name: str, values: Sequence[float], color: str, legend: bool
 ) -> None:
-    """The share of values up to each."""
+    """The cumulative distribution of values."""
     figure.add_scatter(
         x=np.sort(values).tolist(),
         y=(np.arange(1, len(values) + 1) / max(len(values), 1)).tolist(),

@@ -1,4 +1,4 @@
-"""The figures of a run, and whether they are the server's or only the client's."""
+"""The figures of a run, and whether they describe the server or only the client."""
 
 from collections.abc import Iterable
 from itertools import pairwise
@@ -8,17 +8,17 @@ import msgspec
 from tritium.loadtests.replay.run import TOKENS, Record, Run
 from tritium.loadtests.statistics import dispersion, ks_distance, percentile
 
-_MAX_BUSY = 0.95  # of a core
-_MAX_DISTANCE = 0.02  # Kolmogorov and Smirnov's
+_MAX_BUSY = 0.95  # share of a core
+_MAX_DISTANCE = 0.02  # Kolmogorov-Smirnov distance
 _TOLERANCE = 0.02  # seconds, between arrivals
-_PHASES = 10  # of a second, at which its bins may begin
+_PHASES = 10  # of a second: offsets of the bins
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Of some times in ms."""
+    """A distribution of times in ms."""
 
     num: int
-    mean: float | None  # None of no samples
+    mean: float | None  # None without samples
     p50: float | None
     p90: float | None
     p95: float | None
@@ -35,7 +35,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class Check(msgspec.Struct, frozen=True):
-    """A property of the traffic, as it was to be and as it was."""
+    """A property of the traffic: planned and actual."""
 
     name: str
     planned: str
@@ -49,11 +49,11 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class Count(msgspec.Struct, frozen=True):
-    """Tokens by this report, and by how much others grew meanwhile; None: they were not read."""
+    """Tokens by this report, by the server's counter and by the ledger; None: not read."""
 
     name: str
     here: int
-    server: int | None  # its own counter
+    server: int | None  # growth of the server's counter
     ledger: int | None
 
     @property
@@ -62,7 +62,7 @@ class Count(msgspec.Struct, frozen=True):
 
 
 class BillLine(msgspec.Struct, frozen=True):
-    """What the server bills a business line for the run."""
+    """The bill of a business line for the run."""
 
     business_line: str
     requests: int
@@ -71,32 +71,32 @@ class BillLine(msgspec.Struct, frozen=True):
     output_tokens: int
     device_seconds: float
     kv_block_seconds: float
-    cost: float | None  # None where the server has no price
+    cost: float | None  # None if the server has no price
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Of a run. Rates are over its duration: from the start to the last end."""
+    """The summary of a run. Rates refer to its duration, from the start to the last end."""
 
     name: str
     sent: int
     completed: int
-    rejected: int  # by a limit of the server
+    rejected: int  # refused by a limit of the server
     failed: int
     duration: float  # seconds
     offered: float  # requests/s
     throughput: float  # completed requests/s
     input_tokens_per_second: float
     output_tokens_per_second: float
-    goodput: float  # requests/s that kept the SLO
-    attainment: float  # share of the requests sent
-    cached_ratio: float  # of prompt tokens
-    exact_lengths: int  # completed requests with just the planned lengths
+    goodput: float  # requests/s within the SLO
+    attainment: float  # share of sent requests
+    cached_ratio: float  # share of prompt tokens
+    exact_lengths: int  # completed requests with exactly the planned lengths
     ttft: Distribution
-    tpot: Distribution  # one sample a request
-    gaps: Distribution  # one sample a response
+    tpot: Distribution  # one sample per request
+    gaps: Distribution  # one sample per response
     e2e: Distribution
     lag: Distribution
-    invalid: list[str]  # why these figures are not the server's
+    invalid: list[str]  # reasons why the figures do not describe the server
     checks: list[Check]
     counts: list[Count]  # none without the server's metrics or ledger
     bill: list[BillLine]
@@ -151,7 +151,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def _invalid(run: Run) -> list[str]:
-    """Each reason why the run says more about the client than about the server."""
+    """The reasons why the run describes the client rather than the server."""
     bound = run.max_lag
     reasons = []
     if run.interrupted:
@@ -242,7 +242,7 @@ def _checks(run: Run, completed: list[Record]) -> list[Check]:
 
 
 def _bursts(times: list[float]) -> float:
-    """Dispersion, on average of all phases: a burst at a bin's border must not count double."""
+    """Dispersion, averaged over offsets of the bins, so that bin borders do not matter."""
     phases = (i / _PHASES for i in range(_PHASES))
     return sum(dispersion(time + phase for time in times) for phase in phases) / _PHASES
 

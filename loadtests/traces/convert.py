@@ -1,4 +1,4 @@
-"""Other people's traces, and the server's own records, to the trace format. Streams: any length."""
+"""Converts public traces and the server's own captures to the trace format, as a stream."""
 
 import csv
 import heapq
@@ -24,7 +24,7 @@ from tritium.loadtests.traces.format import (
 
 _Rows = Iterator[tuple[int, TraceRequest | BadRow]]
 _MAX_REPORTED = 20
-# strptime's %f takes six digits; Azure's traces have seven, and those of 2024 a time zone.
+# strptime's %f accepts six digits. Azure's traces have seven, and those of 2024 a time zone.
 _AZURE_TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d+)?(\+00:00|Z)?")
 
 
@@ -88,7 +88,7 @@ def _csv_rows(columns: list[str], parse: Callable[..., TraceRequest]) -> Callabl
 
 
 def _mooncake_rows(path: Path) -> _Rows:
-    """Mooncake's JSON lines, as others write them too: fields that we don't know are left out."""
+    """Mooncake's JSON lines; unknown fields are ignored."""
     known = set(TraceRequest.__struct_fields__)
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -107,15 +107,15 @@ SOURCES: dict[str, Callable[[Path], _Rows]] = {
     "azure": _csv_rows(["TIMESTAMP", "ContextTokens", "GeneratedTokens"], _azure_row),
     "burstgpt": _csv_rows(["Timestamp", "Request tokens", "Response tokens"], _burstgpt_row),
     "mooncake": _mooncake_rows,
-    "server": read_rows,  # its own records; a row is written when its request ends
+    "server": read_rows,  # the server's captures; a row is written when its request ends
 }
 
 
 def guess_source(path: Path) -> str:
-    """The source that a file's first line looks like.
+    """The source format, guessed from the first line of a file.
 
     Raises:
-        TraceError: none.
+        TraceError: the line has no known format.
     """
     with path.open("rb") as file:
         head = file.readline(10_000).decode("utf-8-sig", "replace")
@@ -144,14 +144,14 @@ def convert(
 
     Args:
         source: One of `SOURCES`.
-        sort: Whether rows may come in any order; else one that goes back in time is bad.
-        report: Takes a message for each of the first bad rows.
+        sort: Accept rows in any order; otherwise a row that goes back in time is bad.
+        report: Called with a message for each of the first bad rows.
 
     Returns:
         (requests written, bad rows)
 
     Raises:
-        TraceError: there are bad rows, unless they are to be skipped; nothing is written then.
+        TraceError: there are bad rows that are not skipped; then nothing is written.
     """
     num_bad = 0
 
@@ -193,7 +193,7 @@ def _from_zero(requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
 
 
 def _sorted(requests: Iterator[TraceRequest], chunk_size: int = 50_000) -> Iterator[TraceRequest]:
-    """By time; sorted chunks wait on disk."""
+    """Sort rows by time; sorted chunks are kept on disk."""
     with tempfile.TemporaryDirectory() as folder:
         chunks: list[Path] = []
         while chunk := sorted(

@@ -1,4 +1,4 @@
-"""What a trace looks like: rates, dispersion, lengths, and how much a prefix cache could reuse."""
+"""Describes a trace: rates, dispersion, lengths, and how much a prefix cache could reuse."""
 
 from array import array
 from collections import OrderedDict
@@ -13,29 +13,29 @@ from tritium.loadtests.statistics import dispersion
 
 QUANTILES = (1, 5, 25, 50, 75, 95, 99, 100)
 CACHE_SIZES = (2**18, 2**20, 2**22, 2**24)  # tokens
-_BLOCK_SIZE = 16  # the server's: what is reused is a number of these
+_BLOCK_SIZE = 16  # the server's block size; reuse is in whole blocks
 
 
 class Description(msgspec.Struct, frozen=True):
-    """Of a trace. Times in seconds, lengths in tokens."""
+    """The description of a trace. Times in seconds, lengths in tokens."""
 
     num_requests: int
     duration: float
     rate: float  # requests/s
-    peak_rate: float  # of the fullest second
-    dispersion: float  # in bins of 1 s; Poisson has 1
+    peak_rate: float  # requests in the busiest second
+    dispersion: float  # in bins of 1 s; 1 for a Poisson process
     input_tokens: int
     output_tokens: int
     input_length: dict[str, float]  # by quantile
     output_length: dict[str, float]
-    hit_ratio: dict[str, float]  # of prompt tokens, by the cache's size; none without ids
+    hit_ratio: dict[str, float]  # share of prompt tokens by cache size; empty without hash ids
 
 
 class PrefixCache:
-    """How much of arriving prompts a cache of some size holds, least recently used going first.
+    """Simulates a prefix cache with least-recently-used eviction.
 
     Args:
-        size: In tokens; 0: endless.
+        size: Size in tokens; 0: unlimited.
     """
 
     def __init__(self, size: int = 0) -> None:
@@ -50,7 +50,7 @@ class PrefixCache:
         return self.hit_tokens / self.tokens if self.tokens else 0.0
 
     def add(self, request: TraceRequest) -> None:
-        """Look a prompt up, then keep it."""
+        """Look up a prompt, then store it; returns the number of reusable tokens."""
         hits = 0
         for hash_id in request.hash_ids:
             if hash_id not in self._blocks:
@@ -60,7 +60,7 @@ class PrefixCache:
         found = min(hits * request.hash_block_size, request.input_length - 1)
         self.hit_tokens += found // _BLOCK_SIZE * _BLOCK_SIZE
         self.tokens += request.input_length
-        for hash_id in reversed(request.hash_ids):  # so that a prefix outlives what follows it
+        for hash_id in reversed(request.hash_ids):  # a prefix must outlive its continuation
             self._used += request.hash_block_size - self._blocks.pop(hash_id, 0)
             self._blocks[hash_id] = request.hash_block_size
         while self._size and self._used > self._size:
@@ -68,7 +68,7 @@ class PrefixCache:
 
 
 def describe(requests: Iterable[TraceRequest]) -> Description:
-    """Read a trace once; memory grows by 16 bytes a request and with the hash ids."""
+    """Read a trace once. Memory grows by 16 bytes per request, and with the hash ids."""
     times, inputs, outputs = array("d"), array("L"), array("L")
     caches = {str(size): PrefixCache(size) for size in CACHE_SIZES} | {"endless": PrefixCache()}
     for request in requests:

@@ -1,4 +1,4 @@
-"""Traces in files: one request a line, in order of time. backend/trace.py has the fields.
+"""Traces in files: one request per line, ordered by time. accounts/trace.py has the fields.
 
 {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
 """
@@ -17,17 +17,17 @@ class TraceError(ValueError):
 
 
 class BadRow(NamedTuple):
-    """A row that is no request."""
+    """A row that is not a valid request."""
 
-    line: int  # from 1
+    line: int  # line number, from 1
     reason: str
 
 
 def check(request: TraceRequest) -> None:
-    """Refuse hash ids that don't cover the prompt.
+    """Check that hash ids cover the prompt.
 
     Raises:
-        ValueError: with the numbers.
+        ValueError: they do not.
     """
     covered = len(request.hash_ids) * request.hash_block_size
     if request.hash_ids and covered < request.input_length:
@@ -44,15 +44,15 @@ def parse_line(line: bytes) -> TraceRequest:
     """Read one line of a trace.
 
     Raises:
-        ValueError: what is wrong with it.
+        ValueError: says what is wrong.
     """
-    request = _DECODER.decode(line)  # its errors are ValueErrors that name the field
+    request = _DECODER.decode(line)  # its errors are ValueErrors and name the field
     check(request)
     return request
 
 
 def in_order(rows: Iterable[tuple[int, TraceRequest | BadRow]]) -> Iterator[TraceRequest | BadRow]:
-    """Rows by their lines; one that is earlier than the one before becomes a bad row."""
+    """Numbered rows; a row that is earlier than the one before becomes a bad row."""
     latest = 0.0
     for line, row in rows:
         if isinstance(row, TraceRequest):
@@ -65,7 +65,7 @@ def in_order(rows: Iterable[tuple[int, TraceRequest | BadRow]]) -> Iterator[Trac
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, TraceRequest | BadRow]]:
-    """The rows of a trace, in any order, by their lines. Empty lines are left out."""
+    """Numbered rows of a trace, in any order; empty lines are skipped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -76,10 +76,10 @@ def read_rows(path: Path) -> Iterator[tuple[int, TraceRequest | BadRow]]:
 
 
 def read_trace(path: Path) -> Iterator[TraceRequest]:
-    """The requests of a trace, one by one.
+    """The requests of a trace, read one by one.
 
     Raises:
-        TraceError: at the first bad row.
+        TraceError: names the first bad row.
     """
     for row in in_order(read_rows(path)):
         if isinstance(row, BadRow):

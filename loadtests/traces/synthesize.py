@@ -1,4 +1,4 @@
-"""A trace with given statistics, made up: the same seed gives the same trace."""
+"""Synthetic traces with given statistics; the same seed gives the same trace."""
 
 import math
 from collections import deque
@@ -11,11 +11,11 @@ import numpy as np
 from tritium.backend.accounts.trace import TraceRequest
 
 _BLOCK_SIZE = 16
-_P95 = 1.6449  # the normal distribution's
+_P95 = 1.6449  # 95th percentile of the normal distribution
 
 
 class Lengths(NamedTuple):
-    """Of prompts or answers, in tokens: a log-normal distribution."""
+    """Lengths of prompts or answers in tokens, with a log-normal distribution."""
 
     median: float
     p95: float
@@ -26,17 +26,17 @@ class Lengths(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a synthetic trace is like."""
+    """The statistics of a synthetic trace."""
 
     num_requests: int
     rate: float  # requests/s
     input_length: Lengths
     output_length: Lengths
-    dispersion: float = 1.0  # of arrivals, in bins of 1 s; 1: Poisson
-    hit_ratio: float = 0.0  # of prompt tokens, with an endless prefix cache
+    dispersion: float = 1.0  # dispersion of arrivals in bins of 1 s; 1: Poisson
+    hit_ratio: float = 0.0  # share of prompt tokens, with an unlimited prefix cache
 
     def check(self) -> None:
-        """Refuse what is no shape.
+        """Check the values.
 
         Raises:
             ValueError: names the field, its value and what is allowed.
@@ -58,10 +58,10 @@ class Shape(NamedTuple):
 
 
 def synthesize(shape: Shape, seed: int = 0) -> Iterator[TraceRequest]:
-    """Make up a trace's requests.
+    """Generate the requests of a trace.
 
     Raises:
-        ValueError: of `Shape.check`.
+        ValueError: see `Shape.check`.
     """
     shape.check()
     rng = np.random.default_rng(seed)
@@ -71,7 +71,7 @@ def synthesize(shape: Shape, seed: int = 0) -> Iterator[TraceRequest]:
     for timestamp in _arrivals(shape, rng):
         length = shape.input_length.draw(rng)
         earlier = recent[rng.integers(len(recent))]
-        # As many blocks as bring the share of all tokens so far to what is wanted.
+        # As many shared blocks as bring the share of all tokens so far to the wanted ratio.
         missing = shape.hit_ratio * (tokens + length) - hits
         shared = min(round(missing / _BLOCK_SIZE), len(earlier), (length - 1) // _BLOCK_SIZE)
         shared = max(shared, 0)
@@ -89,10 +89,10 @@ def synthesize(shape: Shape, seed: int = 0) -> Iterator[TraceRequest]:
 
 
 def _arrivals(shape: Shape, rng: np.random.Generator) -> Iterator[float]:
-    """Milliseconds, the first at 0.
+    """Arrival times in milliseconds, the first at 0.
 
-    Each second has its own rate, drawn so that the counts' variance is `dispersion` times their
-    mean (a negative binomial distribution).
+    Each second has its own rate, drawn so that the variance of the counts is `dispersion` times
+    their mean (a negative binomial distribution).
     """
     first_second, given = 0, 0
     for second in count():
