@@ -1,8 +1,8 @@
 """`make roundtrip`: is the replay of a capture the same traffic again?
 
 Locust replays a trace against a server that captures it (`trace_path`). Then the capture is
-replayed and captured as well. The two captures are compared: requests, lengths, prefix hits, and times of
-arrival by the server's clock.
+replayed and captured as well. The two captures are compared: requests, lengths, prefix hits, and
+times of arrival by the server's clock.
 """
 
 import argparse
