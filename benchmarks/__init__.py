@@ -1,3 +1,3 @@
-"""What the engine's steps should cost and do cost, and the command that checks it on a GPU."""
+"""Benchmarks of the engine's parts: expected costs, measured costs, and a check of a GPU."""
 
 from tritium import backend  # noqa: F401 -- before torch, which reads what it sets

@@ -1,4 +1,4 @@
-"""Random batches for the attention kernels: queries, a KV cache and the tables that go with it."""
+"""Random batches for the attention kernels: queries, a KV cache and its tables."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class Heads(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What `kernels.attention` takes first."""
+    """The first arguments of `kernels.attention`."""
 
     q: Tensor  # [num_tokens, num_heads, head_dim]
     kv_cache: KVCache
@@ -32,10 +32,10 @@ def random_batch(
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
     device: torch.device,
-    unseen: float = NAN,  # what stands where no query may look
-    num_blocks: int = 0,  # of the cache; 0: as many as it takes
+    unseen: float = NAN,  # value of slots that no query may read
+    num_blocks: int = 0,  # blocks of the cache; 0: as many as needed
 ) -> Batch:
-    """Blocks at random places."""
+    """Block tables with blocks in random order."""
     max_blocks = max(-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths)
     num_used = len(lengths) * max_blocks
     num_blocks = num_blocks or num_used + 1
@@ -46,7 +46,7 @@ def random_batch(
     written = torch.cat([slots[i, positions < n] for i, (_, n) in enumerate(lengths)]).to(device)
     _fill(kv_cache, written, unseen)
     num_tokens = sum(query_len for query_len, _ in lengths)
-    # As the model has them: in a tensor with the keys and values.
+    # Queries, keys and values are in one tensor, as in the model.
     qkv = torch.randn(num_tokens, heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim)
     q = qkv.to(device, dtype)[:, : heads.num_heads]
     return Batch(q, kv_cache, metadata_of(lengths, block_tables, device))
@@ -75,7 +75,7 @@ def metadata_of(
 def dense_attention(
     batch: Batch, scale: float, sliding_window: int | None = None, soft_cap: float | None = None
 ) -> Tensor:
-    """softmax(scale * q k^T + mask) v, in float64, one sequence after the other."""
+    """softmax(scale * q k^T + mask) v in float64, sequence by sequence."""
     q, kv_cache, metadata = batch
     data = kv_cache.data.float()
     if kv_cache.scales is not None:
@@ -102,7 +102,7 @@ def dense_attention(
 
 
 def _fill(kv_cache: KVCache, written: Tensor, unseen: float) -> None:
-    """Random numbers in the slots `written`, `unseen` in the others."""
+    """Random numbers in the slots `written`, the value `unseen` in all others."""
     data, scales = kv_cache
     numbers = torch.full(data.shape, unseen, device=data.device)
     of_slots = numbers.view(2, -1, *data.shape[3:])
@@ -111,7 +111,7 @@ def _fill(kv_cache: KVCache, written: Tensor, unseen: float) -> None:
         of_slots[:, written] = random
     else:
         of_slots[:, written] = (random * 32).clamp_(-127, 127).round_()
-        scales.fill_(unseen)  # a number of int8 can't be NaN: its scale is
+        scales.fill_(unseen)  # int8 has no NaN, so the scale is NaN
         of_slots = scales.view(2, -1, data.shape[3])
         of_slots[:, written] = torch.rand_like(of_slots[:, written]) / 32
     data.copy_(numbers)

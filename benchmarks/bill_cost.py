@@ -1,9 +1,10 @@
-"""What sharing a step's time costs the engine's thread, and what part of a step that is.
+"""The cost of dividing a step's time, on the engine's thread, and its share of a step.
 
     tritium benchmark bill-cost
 
-Decoding sequences of 1,024 tokens. Against two steps: of SmolLM2-135M on 2 cores, as measured
-(docs/results.md), and of an 8B model on an H200 that can't be shorter (benchmarks/roofline.py).
+Decoding sequences of 1,024 tokens. The cost is compared with two steps: the measured step of
+SmolLM2-135M on 2 cores (docs/results.md), and the shortest possible step of an 8B model on an H200
+(benchmarks/roofline.py).
 """
 
 import argparse
@@ -35,13 +36,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _seconds(num_sequences: int) -> float:
-    """Of a step's bill."""
+    """Seconds for the bill of one step."""
     busy_time = BusyTime()
     sequences = [
         Sequence(EngineRequest(i, [7] * CONTEXT, max_tokens=8)) for i in range(num_sequences)
     ]
     for sequence in sequences:
-        sequence.token_ids.append(7)  # it decodes
+        sequence.token_ids.append(7)  # decoding
     batch = [ScheduledSequence(s, CONTEXT, CONTEXT + 1, True) for s in sequences]
     seconds = []
     for _ in range(ROUNDS):

@@ -1,8 +1,8 @@
-"""What capturing a request (`trace_path`) costs: on the front's thread, and on the capture's own.
+"""The cost of capturing a request (`trace_path`), on the front's and on the writer's thread.
 
     tritium benchmark capture
 
-Both are CPU time of this process, into a file of a temporary folder.
+Both are CPU times of this process, which writes into a temporary folder.
 """
 
 import argparse
@@ -29,9 +29,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _measure(length: int) -> tuple[float, float]:
-    """CPU seconds of a request, on the thread that ends it and on the one that writes it."""
+    """CPU seconds per request, on the thread that ends it and on the thread that writes it."""
     prompts = [[random.randrange(49152) for _ in range(length)] for _ in range(NUM_REQUESTS)]
-    gc.freeze()  # so many prompts at once are nobody's but this benchmark's
+    gc.freeze()  # only this benchmark has so many prompts at once
     with tempfile.TemporaryDirectory() as folder:
         writer = TraceWriter(Path(folder) / "trace.jsonl", 2**30, block_size=16)
         process, thread = time.process_time(), time.thread_time()

@@ -1,6 +1,7 @@
-"""`make cpu-steps`: what a decode step costs on CPU, in which arithmetic, and how that grows.
+"""`make cpu-steps`: the cost of a decode step on CPU by kind of weights, and how it grows.
 
-All kinds of weights step in turns, in one process, so that the machine's mood is the same for all.
+All kinds of weights step in turns in one process, so that the speed of the machine is the same for
+all.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from tritium.benchmarks.engine_runs import make_engine
 from tritium.benchmarks.models import SMOLLM2
 from tritium.kernels import cpu
 
-CONTEXT = 200  # tokens of each prompt
+CONTEXT = 200  # tokens per prompt
 ROUNDS = 30
 _BYTES_READ = 2**30
 
@@ -34,7 +35,7 @@ _BYTES_READ = 2**30
 class Kind(NamedTuple):
     name: str
     quantization: str
-    in_c: bool = True  # else by PyTorch
+    in_c: bool = True  # False: PyTorch
     dtype: str = "bfloat16"
 
 
@@ -49,7 +50,7 @@ KINDS = (
 
 @contextmanager
 def operations_of(kind: Kind) -> Iterator[None]:
-    """Within, PyTorch takes the place of kernels/cpu/ops.c, where the kind says so."""
+    """A context in which PyTorch replaces kernels/cpu/ops.c if the kind says so."""
     library = cpu.library
     if not kind.in_c:
         cpu.library = lambda: None  # type: ignore[assignment]
@@ -70,13 +71,13 @@ def config_of(kind: Kind, **settings: Any) -> EngineConfig:
 
 
 def load(kind: Kind, config: EngineConfig) -> ModelRunner:
-    """On a thread that ends: while it has threads of its own, others' wait for each other."""
+    """Load on a thread that ends: OpenMP keeps threads for each live thread, which slow others."""
     with operations_of(kind), ThreadPoolExecutor(1) as thread:
         return thread.submit(ModelRunner, config).result()
 
 
 def decoding(config: EngineConfig, runner: ModelRunner, batch: int, context: int) -> Engine:
-    """An engine whose next steps each decode one token of `batch` sequences."""
+    """An engine whose next steps decode one token for each of `batch` sequences."""
     engine = make_engine(config, runner)
     for i in range(batch):
         prompt = random.choices(range(1000), k=context)
@@ -89,7 +90,7 @@ def decoding(config: EngineConfig, runner: ModelRunner, batch: int, context: int
 
 
 def median_steps(engines: Sequence[tuple[Kind, Engine]], rounds: int = ROUNDS) -> list[float]:
-    """Seconds of a step of each, taken in turns."""
+    """Seconds per step of each engine, in turns."""
     times: list[list[float]] = [[] for _ in engines]
     for _ in range(rounds):
         for (kind, engine), of_this in zip(engines, times, strict=True):
@@ -101,7 +102,7 @@ def median_steps(engines: Sequence[tuple[Kind, Engine]], rounds: int = ROUNDS) -
 
 
 def read_speed() -> float:
-    """Bytes a second that all threads read from memory together."""
+    """Read bandwidth of all threads together, in bytes per second."""
     tensor = torch.ones(_BYTES_READ // 8, dtype=torch.int64)
     times = []
     for _ in range(7):
@@ -112,7 +113,7 @@ def read_speed() -> float:
 
 
 def weight_bytes(runner: ModelRunner) -> int:
-    """Of the weights that a step reads."""
+    """Bytes of the weights that a step reads."""
     model = runner.model
     weights = [part.weight for layer in model.layers for part in layer.linears] + [model.lm_head]
     return sum(
@@ -158,7 +159,7 @@ def compare(console: Console, batches: Sequence[int] = (1, 8, 32)) -> None:
 
 
 class Line(NamedTuple):
-    """Least squares: y = intercept + slope * x."""
+    """Least squares fit of y = intercept + slope * x."""
 
     intercept: float
     slope: float
@@ -172,7 +173,7 @@ class Line(NamedTuple):
 
 
 def growth(console: Console) -> None:
-    """Step time against the batch's size, and against the context's."""
+    """Step time against batch size, and against context length."""
     kind = Kind("bfloat16", "none")
     config = config_of(kind, kv_cache_memory="2GiB")
     runner = load(kind, config)
@@ -213,7 +214,7 @@ class _Idle:
 
 
 def bookkeeping(console: Console) -> None:
-    """The engine's own time in a step: schedule and update, with no model."""
+    """The engine's own time per step: schedule and update, without a model."""
     for running, waiting in ((32, 0), (64, 0), (128, 0), (256, 0), (256, 10_000)):
         settings = {"max_num_seqs": running, "max_queue_size": waiting}
         config = config_of(KINDS[-1], **settings, max_num_batched_tokens=8192)

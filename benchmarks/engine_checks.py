@@ -1,8 +1,8 @@
-"""The engine's greedy tokens against transformers' own model in float32, with the same weights.
+"""The engine's greedy tokens against transformers' model in float32, with the same weights.
 
-That model is shown all that the engine made of a prompt, and each token has to be its choice too,
-up to rounding: `gap` is how far a token's logit is below the largest one, in standard deviations
-of the logits. A token chosen at random would be about 4 below.
+transformers' model receives each prompt with the engine's answer, and must choose the same tokens,
+up to rounding. `gap` is the distance of a token's logit from the largest one, in standard
+deviations of the logits. The gap of a random token would be about 4.
 """
 
 import time
@@ -23,8 +23,11 @@ from tritium.benchmarks.models import SMALL, MakeConfig, our_model, transformers
 from tritium.benchmarks.phases import Case, Setup
 from tritium.kernels import KVCache, cpu
 
-EXACT, ROUNDED = 1e-3, 0.5  # bounds of the gap: in float32; in bfloat16 or with a quantised cache
-NUM_LAYERS = 4  # each does the same
+EXACT, ROUNDED = (
+    1e-3,
+    0.5,
+)  # bounds of the gap in float32, and in bfloat16 or with a quantised cache
+NUM_LAYERS = 4  # every call does the same work
 
 
 def engine_checks(make_config: MakeConfig, setup: Setup) -> Iterator[Case]:
@@ -40,7 +43,7 @@ def engine_checks(make_config: MakeConfig, setup: Setup) -> Iterator[Case]:
     yield Case("float32", exact.judge)
     yield Case("float32, without graphs", partial(exact.judge, cuda_graphs=False))
     yield Case("float32, in chunks, with preemption", partial(exact.judge, **few_blocks))
-    del exact  # the weights of the next ones need the memory
+    del exact  # the next weights need the memory
 
     rounded = Engines(hf_config, setup.dtype, setup, work, ROUNDED)
     name = str(setup.dtype).removeprefix("torch.")
@@ -58,7 +61,7 @@ def engine_checks(make_config: MakeConfig, setup: Setup) -> Iterator[Case]:
 def small_cache(hf_config: PretrainedConfig, work: list[Work]) -> int:
     """Bytes of a float32 KV cache that holds little more than the first sequence.
 
-    It has the longest prompt, so the others live on the few blocks that it leaves.
+    The first sequence has the longest prompt; the others get the few blocks that it leaves.
     """
     config = ModelConfig.from_hf(hf_config)
     num_blocks = (len(work[0].prompt) + work[0].num_output_tokens) // BLOCK_SIZE + 2
@@ -67,7 +70,7 @@ def small_cache(hf_config: PretrainedConfig, work: list[Work]) -> int:
 
 
 def make_config_for(device: torch.device, work: list[Work], **changes: Any) -> EngineConfig:
-    """A configuration for all of the work at once."""
+    """A configuration in which all of the work runs at once."""
     settings = {
         "model": "random",
         "max_num_seqs": len(work),
@@ -79,7 +82,7 @@ def make_config_for(device: torch.device, work: list[Work], **changes: Any) -> E
 
 
 class Company:
-    """Two engines on the same weights in bfloat16, one of them batch-invariant."""
+    """Two engines with the same weights in bfloat16, one of them batch-invariant."""
 
     def __init__(self, hf_config: PretrainedConfig, setup: Setup, work: list[Work]) -> None:
         self._device = setup.device
@@ -91,7 +94,7 @@ class Company:
             self._engines[batch_invariant] = config, ModelRunner(config, model=model)
 
     def compare(self) -> dict[str, Any]:
-        """All tokens the same with each prompt alone and all together."""
+        """Check that all tokens are the same with each prompt alone and with all together."""
         engine = make_engine(*self._engines[True])
         together = generate(engine, self._work)
         alone = [generate(engine, [work])[0] for work in self._work]
@@ -99,14 +102,14 @@ class Company:
         return {"sequences": len(alone), "different": different, "passed": not different}
 
     def cost(self) -> dict[str, float]:
-        """How many times as long as the other the batch-invariant engine takes.
+        """The time of the batch-invariant engine relative to the other.
 
         Returns:
-            `all` of the work; `decode`: a step in which all decode.
+            `all`: for all of the work; `decode`: for a step that decodes all sequences.
         """
         seconds, step_us = {}, {}
         for batch_invariant, (config, runner) in self._engines.items():
-            generate(make_engine(config, runner), self._work)  # warm
+            generate(make_engine(config, runner), self._work)  # warm-up
             meter = Meter(runner, self._device)
             start = time.perf_counter()
             generate(make_engine(config, meter), self._work)
@@ -116,7 +119,7 @@ class Company:
 
 
 class Engines:
-    """Engines on one model, and the model of transformers' that they are held against."""
+    """Engines with one model, and transformers' model as the reference."""
 
     def __init__(
         self,
@@ -133,7 +136,7 @@ class Engines:
         self._bound = bound
 
     def judge(self, **changes: Any) -> dict[str, Any]:
-        """Run the work on an engine with this configuration, and look at each token."""
+        """Run the work on an engine with this configuration, and check each token."""
         engine = self._engine(**changes)
         generated = generate(engine, self._work)
         num_equal, gap = 0, 0.0
@@ -152,10 +155,10 @@ class Engines:
         }
 
     def compare_graphs(self) -> dict[str, Any]:
-        """All tokens the same, with CUDA graphs and without.
+        """Check that all tokens are the same with and without CUDA graphs.
 
-        All prompts fit in the first step, and there is a graph for as many sequences: so no batch
-        is padded, and both ways launch the same kernels.
+        All prompts fit in the first step, and there is a graph for this number of sequences. So no
+        batch is padded, and both ways launch the same kernels.
         """
         one_step = {"max_num_batched_tokens": sum(len(work.prompt) for work in self._work)}
         with_graphs = generate(self._engine(**one_step), self._work)
@@ -169,6 +172,6 @@ class Engines:
 
     @torch.inference_mode()
     def _logits(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-        """[num_output_tokens, vocab_size]: what each token was chosen from."""
+        """The reference logits of each output token: [num_output_tokens, vocab_size]."""
         input_ids = torch.tensor([prompt + tokens[:-1]], device=self._device)
         return self._oracle(input_ids, logits_to_keep=len(tokens)).logits[0]

@@ -1,4 +1,4 @@
-"""Runs of the engine without a server: requests in, tokens out, as fast as it goes."""
+"""Runs of the engine without a server: requests in, tokens out, at full speed."""
 
 import random
 import statistics
@@ -17,7 +17,7 @@ from tritium.backend.engine.sequence import ScheduledSequence
 
 
 class Work(NamedTuple):
-    """A prompt and how many tokens are to follow, whatever they are."""
+    """A prompt, and the number of tokens to generate."""
 
     prompt: list[int]
     num_output_tokens: int
@@ -25,7 +25,7 @@ class Work(NamedTuple):
 
 
 def nano_vllm_work(num_seqs: int = 256, longest: int = 1024) -> list[Work]:
-    """What nano-vllm's bench.py runs: from its seed, drawn in its order."""
+    """The workload of nano-vllm's bench.py: the same seed, drawn in the same order."""
     rng = random.Random(0)
     prompts = [
         [rng.randint(0, 10000) for _ in range(rng.randint(100, longest))] for _ in range(num_seqs)
@@ -74,7 +74,7 @@ def steps(engine: Engine, work: Sequence[Work]) -> Iterator[list[EngineOutput]]:
 
 
 def generate(engine: Engine, work: Sequence[Work]) -> list[list[int]]:
-    """The tokens that each request gets."""
+    """The tokens of each request."""
     generated: list[list[int]] = [[] for _ in work]
     for outputs in steps(engine, work):
         for output in outputs:
@@ -85,18 +85,20 @@ def generate(engine: Engine, work: Sequence[Work]) -> list[list[int]]:
 
 @dataclass(slots=True)
 class StepTimes:
-    """One step as the meter saw it. Times in seconds."""
+    """A measured step. Times in seconds."""
 
     num_seqs: int
     num_new_tokens: int
-    num_kv_tokens: int  # that its sequences have, new ones included
+    num_kv_tokens: int  # tokens of its sequences, new ones included
     launched: float  # when
-    waited: float = 0.0  # the host for the device
-    events: list[torch.cuda.Event] = field(default_factory=list)  # on a GPU: start, end
+    waited: float = 0.0  # time that the host waits for the device
+    events: list[torch.cuda.Event] = field(
+        default_factory=list
+    )  # CUDA events of start and end, on a GPU
 
 
 class Meter:
-    """A model runner that notes how long each step took host and device."""
+    """A model runner that measures the time of each step on host and device."""
 
     def __init__(self, runner: Runner, device: torch.device) -> None:
         self.num_blocks = runner.num_blocks
@@ -129,9 +131,9 @@ class Meter:
         return timed_read
 
     def decode_times(self, batch: int) -> dict[str, float]:
-        """Of the steps in which `batch` sequences, all of them, had one new token each."""
+        """The steps that decode one token for each of `batch` sequences."""
         full = [s for s in self.steps if s.num_seqs == s.num_new_tokens == batch]
-        full = full[len(full) // 4 :]  # warm
+        full = full[len(full) // 4 :]  # warm-up
         seconds = (full[-1].launched - full[0].launched) / (len(full) - 1)
         times = {
             "step_us": seconds * 1e6,
@@ -141,7 +143,7 @@ class Meter:
         }
         if self._on_gpu:
             torch.cuda.synchronize()
-            # The next step's first event waits for what is left of this one: no gap, no idling.
+            # The next step's first event waits for the end of this step, so there is no gap.
             idle = sum(
                 max(before.events[1].elapsed_time(after.events[0]), 0.0)
                 for before, after in pairwise(full)

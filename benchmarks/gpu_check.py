@@ -1,11 +1,12 @@
-"""`make gpu-check`: are the kernels right on this GPU, and how fast is it all?
+"""`make gpu-check`: whether the kernels are right on this GPU, and how fast everything is.
 
     tritium benchmark gpu-check                       # at most 10 minutes on one H200
     tritium benchmark gpu-check --device cpu --small  # the same code, a minute
 
-Needs torch, triton, numpy, transformers and pydantic, and no downloads: weights are random. Each
-phase runs in a process of its own, so that one that fails, or hangs, or breaks the CUDA context
-takes no other with it. Results are in gpu_check.json in $OUT, or in results/, after every case.
+It needs torch, triton, numpy, transformers and pydantic, and no downloads: weights are random. From
+a source tree without installation: `python3 -m tritium.benchmarks.gpu_check`. Each phase runs in a
+process of its own, so that a phase that fails, hangs or breaks the CUDA context does not affect the
+others. After every case the results are written to gpu_check.json in $OUT, or in results/.
 """
 
 import argparse
@@ -44,7 +45,7 @@ from tritium.benchmarks.speed import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 570  # for all of it
+SECONDS = 570  # seconds for everything
 
 PHASES = [
     Phase("ceilings", 40, ceilings),
@@ -59,15 +60,15 @@ PHASES = [
     *(Phase(name, 120, partial(model_speed, m)) for name, m in MODELS.items()),
 ]
 
-Row = dict[str, Any]  # phase, case, seconds; numbers, goals and perhaps passed, or error
+Row = dict[str, Any]  # phase, case, seconds; then numbers, goals and optionally passed, or error
 
 
 # -- running --
 
 
 def run_phase(phase: Phase, setup: Setup, seconds: float) -> Iterator[Row]:
-    """What comes of a phase's cases, as it comes; the phase is killed when its time is over."""
-    # Forked, so that nothing is imported again; CUDA must not have been used before.
+    """Yield the results of a phase's cases as they arrive; kills the phase after its time."""
+    # Forked, so that nothing is imported again. CUDA must not have been used before.
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_run_cases, args=(phase, setup, sender), daemon=True)
@@ -110,11 +111,11 @@ def _run_cases(phase: Phase, setup: Setup, sender: Connection) -> None:
             return
 
 
-# -- telling --
+# -- reporting --
 
 
 def table(rows: list[Row]) -> str:
-    """Short: what failed, then a line for each measurement."""
+    """The failures, then one line per measurement."""
     checks = [row for row in rows if "passed" in row]
     failed = [row for row in checks if not row["passed"]]
     broken = [row for row in rows if "error" in row]

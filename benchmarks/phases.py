@@ -1,4 +1,4 @@
-"""What the check on a GPU is made of: phases of cases, and what each phase is told."""
+"""The parts of the GPU check: phases, cases, and their settings."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -16,21 +16,21 @@ class Setup(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What models run in where they are to be fast."""
+        """The dtype of models whose speed is measured."""
         return torch.bfloat16 if self.on_gpu else torch.float32
 
 
 class Case(NamedTuple):
-    """One measurement. What it returns goes into the results; `passed` is for a check."""
+    """One measurement. Its return value goes into the results; `passed` marks a check."""
 
     name: str
     run: Callable[[], dict[str, Any]]
-    goals: Mapping[str, float] = {}  # that some of the numbers should reach
+    goals: Mapping[str, float] = {}  # targets of some of the numbers
 
 
 class Phase(NamedTuple):
-    """Cases that share a process, so that they can share a model."""
+    """Cases that share a process, and so can share a model."""
 
     name: str
-    seconds: float  # that it may take
+    seconds: float  # time limit
     cases: Callable[[Setup], Iterator[Case]]

@@ -1,10 +1,10 @@
-"""What looking for prefixes costs the host, where no prompt has one: the engine without a model.
+"""The host's cost of prefix look-ups if no prompt has a known prefix; an engine without a model.
 
     tritium benchmark prefix-cost
 
-All of the engine's own work for a number of requests, in seconds of one core, with the prefix
-cache off, on (hash, look up, publish) and auto (hash, shadow index). Divided by the prompts' tokens
-it can be held against what computing one of those costs a model.
+It measures all of the engine's own work for a number of requests, in seconds of one core, with
+the prefix cache off, on (hash, look up, publish) and auto (hash, shadow index). Divided by the
+number of prompt tokens it can be compared with a model's cost per prompt token.
 """
 
 import argparse
@@ -23,7 +23,7 @@ NUM_REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS, ROUNDS = 128, 512, 64, 15
 
 
 class NoModel:
-    """Computes nothing, and at once."""
+    """A runner that computes nothing."""
 
     num_blocks = NUM_REQUESTS * (PROMPT_TOKENS + OUTPUT_TOKENS) // 16
     overlaps = False

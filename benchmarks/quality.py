@@ -1,7 +1,8 @@
-"""`make quality`: what rounding a model's weights does to what it says.
+"""`make quality`: the effect of rounded weights on a model's predictions.
 
-The text is that of our own docs, in windows. Perplexity is exp(mean negative log probability of
-the next token); agreement is how often the likeliest next token is that of float32.
+The text is this project's documentation, in windows. Perplexity is exp(mean negative log
+probability of the next token). Agreement is the share of positions whose most likely next token is
+that of float32.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from tritium.backend.runner.models.loader import resolve
 from tritium.benchmarks.engine_runs import make_engine, stepping
 from tritium.benchmarks.models import SMOLLM2
 
-WINDOW = 512  # tokens, each seen from the window's start
+WINDOW = 512  # tokens per window
 
 
 class Kind(NamedTuple):
@@ -42,7 +43,7 @@ def windows() -> Iterator[list[int]]:
 
 
 def score(kind: Kind, prompts: list[list[int]]) -> list[SampledToken]:
-    """All tokens but each window's first, with the likeliest one beside it."""
+    """Score all tokens but the first of each window, with the most likely token at each."""
     settings: dict[str, Any] = {**kind._asdict(), "kv_cache_memory": 2**28}
     config = EngineConfig(model=SMOLLM2, **settings)
     engine = make_engine(config, ModelRunner(config))

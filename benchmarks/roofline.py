@@ -1,11 +1,12 @@
-"""What a step has to cost: the bytes it must move and the arithmetic it must do, by operation.
+"""The least cost of a step: the bytes that it must move and its arithmetic, by operation.
 
     tritium benchmark roofline            # Markdown, for one H200
 
-Each operation takes the longer of its two times, bytes over the copy bandwidth and FLOPs over the
-rate of a large matrix product, both as measured, and the next one starts when it ends. Launches
-cost nothing, each input is read once and each output written once. So no step is faster, but for
-activations that stay in the L2 cache, and it is the prediction that measurements are held against.
+An operation takes the longer of two times: bytes divided by the measured copy bandwidth, and FLOPs
+divided by the measured rate of a large matrix product. The next operation starts when it ends.
+Launches cost nothing, each input is read once and each output is written once. No step can be
+faster, except for activations that stay in the L2 cache. Measurements are compared with this
+prediction.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from tritium.backend.runner.models import ModelConfig
 from tritium.benchmarks.models import MODELS
 
-BYTES = 2  # of a number: bfloat16 for weights, activations and the KV cache
+BYTES = 2  # bytes per number: bfloat16 weights, activations and KV cache
 LOGIT_BYTES = 4  # float32
 
 DECODE_BATCHES = (1, 32, 256)
@@ -23,7 +24,7 @@ PREFILL_LENGTHS = (2048, 8192)
 
 
 class Machine(NamedTuple):
-    """What was measured on one."""
+    """Measured speeds of a GPU."""
 
     name: str
     bytes_per_second: float  # a large copy, bytes read and bytes written together
@@ -34,7 +35,7 @@ H200 = Machine("H200", 4.3e12, 790e12)
 
 
 class Operation(NamedTuple):
-    """One kind of operation, in all layers together."""
+    """One kind of operation, summed over all layers."""
 
     name: str
     num_bytes: float
@@ -45,11 +46,11 @@ class Operation(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step over `batch` sequences of the same lengths; the last token of each is sampled."""
+    """A step over `batch` sequences of the same length; each samples one token."""
 
     batch: int
-    query_len: int  # new tokens of each; 1 in decode
-    seq_len: int  # the tokens of each, these included
+    query_len: int  # new tokens per sequence; 1 in decode
+    seq_len: int  # tokens per sequence, new ones included
 
     @property
     def num_tokens(self) -> int:
@@ -57,7 +58,7 @@ class Step(NamedTuple):
 
     @property
     def num_scores(self) -> int:
-        """Pairs of a query and a key that it sees."""
+        """Pairs of a query and a key that it attends to."""
         context_len = self.seq_len - self.query_len
         causal = self.query_len * (self.query_len + 1) // 2
         return self.batch * (self.query_len * context_len + causal)
@@ -86,10 +87,10 @@ def operations(config: ModelConfig, step: Step) -> list[Operation]:
         + step.batch * config.vocab_size * LOGIT_BYTES,
         2 * step.batch * hidden * config.vocab_size,
     )
-    # Two norms a layer, each with the addition to the residual stream: two rows in, two out. As
-    # much again before the first layer: the embedding's row, and the norm of it.
+    # Two norms per layer, each with the addition to the residual stream: two rows in, two out.
+    # The embedding and its norm before the first layer move as much again.
     norms = (2 * layers + 1) * n * 4 * hidden
-    rope = layers * n * 2 * qkv_size  # in, and out to the queries and the cache
+    rope = layers * n * 2 * qkv_size  # read, and written to the queries and the cache
     activation = layers * n * 3 * intermediate
     return [
         matmul("qkv", hidden, qkv_size),
@@ -104,17 +105,17 @@ def operations(config: ModelConfig, step: Step) -> list[Operation]:
 
 
 def step_seconds(config: ModelConfig, step: Step, machine: Machine) -> float:
-    """The least that the step takes, operation after operation."""
+    """The least time of the step, as the sum over operations."""
     return sum(operation.seconds(machine) for operation in operations(config, step))
 
 
 def memory_seconds(config: ModelConfig, step: Step, machine: Machine) -> float:
-    """The cruder bound that engines are usually held against: weights and KV cache, read once."""
+    """The simpler bound that is often used: weights and KV cache, read once."""
     return (weight_bytes(config) + kv_bytes(config, step)) / machine.bytes_per_second
 
 
 def weight_bytes(config: ModelConfig) -> int:
-    """Of what every step reads: all matrices but the embedding, of which it takes single rows."""
+    """Bytes that every step reads: all matrices except the embedding."""
     q_size = config.num_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
     layer = config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.intermediate_size)
@@ -122,7 +123,7 @@ def weight_bytes(config: ModelConfig) -> int:
 
 
 def kv_bytes(config: ModelConfig, step: Step) -> int:
-    """Of the keys and values that the step reads."""
+    """Bytes of the keys and values that the step reads."""
     tokens = step.batch * step.seq_len
     return config.num_layers * tokens * 2 * config.num_kv_heads * config.head_dim * BYTES
 
@@ -131,13 +132,13 @@ def kv_bytes(config: ModelConfig, step: Step) -> int:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, the others to the right."""
+    """A table with the first column aligned left, the others right."""
     rule = ["---", *["---:"] * (len(header) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
 
 
 def steps_table(config: ModelConfig, steps: dict[str, Step], machine: Machine) -> str:
-    """Each operation of each step: MB, GFLOP, microseconds, and their share of the step."""
+    """The operations of each step: MB, GFLOP, microseconds, share of the step."""
     header = ["operation"]
     for name in steps:
         header += [f"{name}: MB", "GFLOP", "µs", "%"]
@@ -159,7 +160,7 @@ def steps_table(config: ModelConfig, steps: dict[str, Step], machine: Machine) -
 
 
 def decode_table(config: ModelConfig, steps: dict[str, Step], machine: Machine) -> str:
-    """What is predicted of whole decode steps."""
+    """Predictions for whole decode steps."""
     header = ["", "µs a step", "tokens/s", "weights and KV alone: µs", "tokens/s"]
     rows = []
     for name, step in steps.items():

@@ -1,8 +1,8 @@
-"""What drafts by prompt lookup gain and cost: `tritium benchmark speculative`.
+"""Gain and cost of drafts by prompt lookup: `tritium benchmark speculative`.
 
-The engine alone, with drafts of several lengths and without, in turns. One task copies what its
-prompt holds, the other tells stories, sampled so that they don't run into loops. Every answer is
-compared with the one without drafts.
+The engine runs without a server, in turns with drafts of several lengths and without drafts. One
+task copies text from its prompt. The other writes stories, which are sampled to avoid loops. Every
+answer is compared with the answer without drafts.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Run(NamedTuple):
 def run(
     config: EngineConfig, runner: ModelRunner, prompts: list[list[int]], temperature: float
 ) -> Run:
-    """All prompts at once. The rate is that from the first token on."""
+    """Run all prompts at once; the rate counts from the first token on."""
     engine = make_engine(config, runner)
     for i, prompt in enumerate(prompts):
         engine.reserve()
@@ -64,7 +64,7 @@ def run(
     for outputs in stepping(engine):
         for output in outputs:
             answers[output.request_id] += [token.token_id for token in output.tokens]
-        if not start and all(answers):  # the prompts are computed
+        if not start and all(answers):  # until the prompts are computed
             start, at_start = time.perf_counter(), sum(map(len, answers))
         if min(map(len, answers)) == NUM_TOKENS:
             break

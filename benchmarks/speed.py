@@ -1,4 +1,4 @@
-"""How fast: the attention kernels by themselves, and whole models beside their roofline."""
+"""Speed of the attention kernels alone, and of whole models against their roofline."""
 
 import time
 from collections import defaultdict
@@ -31,9 +31,9 @@ from tritium.benchmarks.timing import copy_bandwidth, matmul_rate, seconds_per_c
 from tritium.kernels import KVCache
 
 LLAMA_HEADS = Heads(32, 8, 128)
-# What the calls timed together read at least: several times Hopper's L2 cache of 50 to 60 MB.
+# Least bytes read by calls that are timed together: several times Hopper's L2 of 50 to 60 MB.
 PAST_CACHES = 2**28
-CONTEXT = 1024  # tokens, of the whole models' sequences
+CONTEXT = 1024  # tokens per sequence, for whole models
 DECODE_GOALS = {1: {"of_memory": 0.8}, 256: {"of_memory": 0.7, "gpu_busy": 0.95}}
 
 
@@ -45,11 +45,11 @@ def ceilings(setup: Setup) -> Iterator[Case]:
     yield Case("copy and matrix product", lambda: measured_machine(setup)._asdict())
 
 
-# -- attention by itself --
+# -- attention alone --
 
 
 def decode_attention_speed(setup: Setup) -> Iterator[Case]:
-    """Bytes a second of the keys and values that must be read, beside those of a copy."""
+    """Bytes per second of keys and values in decode attention, against those of a copy."""
     bandwidth = copy_bandwidth(setup.device)
     auto = setup.dtype
     fp8, int8 = torch.float8_e4m3fn, torch.int8
@@ -71,7 +71,7 @@ def time_decode_attention(
 ) -> dict[str, Any]:
     num_blocks = batch * context // BLOCK_SIZE
     num_bytes = num_blocks * KVCache.block_bytes(BLOCK_SIZE, *LLAMA_HEADS[1:], cache_dtype)
-    # So many layers, each with its part of one large cache.
+    # Several layers, each with its part of one large cache.
     num_layers = 1 if setup.small else min(-(-PAST_CACHES // num_bytes), 64)
     kv_cache = random_cache(setup, num_layers * num_blocks, cache_dtype)
     tables = torch.randperm(num_layers * num_blocks).view(num_layers, batch, -1)
@@ -89,7 +89,7 @@ def time_decode_attention(
 
 def random_cache(setup: Setup, num_blocks: int, dtype: torch.dtype) -> KVCache:
     kv_cache = KVCache.empty(num_blocks, BLOCK_SIZE, *LLAMA_HEADS[1:], dtype, setup.device)
-    for part in kv_cache.data.split(4096, dim=1):  # float32 of all of it would be too much
+    for part in kv_cache.data.split(4096, dim=1):  # a float32 copy of everything would be too large
         numbers = torch.randn(part.shape, device=setup.device)
         part.copy_(numbers if kv_cache.scales is None else (numbers * 32).clamp_(-127, 127))
     if kv_cache.scales is not None:
@@ -98,7 +98,7 @@ def random_cache(setup: Setup, num_blocks: int, dtype: torch.dtype) -> KVCache:
 
 
 def prefill_attention_speed(setup: Setup) -> Iterator[Case]:
-    """FLOP/s of one prompt, beside torch's own attention on keys and values that lie in order."""
+    """FLOP/s of one prompt, against torch's attention on contiguous keys and values."""
     for length in (64,) if setup.small else (2048, 8192, 32768):
         goals = {"of_flash": 1.0} if length == 8192 else {}
         yield Case(f"{length} tokens", partial(time_prefill_attention, setup, length), goals)
@@ -153,7 +153,7 @@ def model_speed(make_config: MakeConfig, setup: Setup) -> Iterator[Case]:
     else:
         settings |= {"max_num_batched_tokens": 8192, "max_model_len": 4096}
     config = EngineConfig.model_validate(settings)
-    machine = measured_machine(setup)  # before the runner takes the memory
+    machine = measured_machine(setup)  # before the runner allocates the KV cache
     model = our_model(hf_config, setup.dtype, setup.device)
     start = time.perf_counter()
     runner = ModelRunner(config, model=model)
@@ -179,7 +179,7 @@ class _ModelBench:
         self._machine = machine
 
     def decode(self, batch: int, context: int) -> dict[str, Any]:
-        """Steps in which `batch` sequences of about `context` tokens decode."""
+        """Steps that decode `batch` sequences of about `context` tokens."""
         meter = Meter(self._runner, self._setup.device)
         generate(make_engine(self._config, meter), self._work(batch, context))
         result: dict[str, Any] = meter.decode_times(batch)
@@ -192,12 +192,12 @@ class _ModelBench:
         return result
 
     def by_kernel(self, batch: int, context: int) -> dict[str, Any]:
-        """What a decode step spends in which kernel, the longest first, in microseconds."""
+        """Microseconds of a decode step by kernel, longest first."""
         num_steps = 8
         engine = make_engine(self._config, self._runner)
         running = steps(engine, self._work(batch, context))
         num_full = 0
-        for outputs in running:  # until all decode
+        for outputs in running:  # until all sequences decode
             num_full += len(outputs) == batch
             if num_full == 4:
                 break
@@ -220,10 +220,10 @@ class _ModelBench:
         return {"tokens": num_tokens, "seconds": seconds, "tokens_per_s": num_tokens / seconds}
 
     def _work(self, batch: int, context: int) -> Any:
-        """Prompts that, while all of the batch decode, stand at about `context` tokens.
+        """Prompts whose sequences have about `context` tokens when all of them decode.
 
-        Whoever was prefilled first decodes while the others are prefilled, a budget of tokens a
-        step.
+        A sequence that was prefilled early decodes while the others are prefilled, at one token
+        budget per step.
         """
         num_prefills = -(-batch * context // self._config.max_num_batched_tokens)
         num_measured = 8 if self._setup.small else 64

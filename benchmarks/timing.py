@@ -1,4 +1,4 @@
-"""How long work takes on the device, and how fast the device is at most."""
+"""Times of work on the device, and the device's peak speeds."""
 
 import statistics
 import time
@@ -10,11 +10,11 @@ _REPEATS = 20
 
 
 def seconds_per_call(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
-    """The median time of one of `calls`, which do the same on data of their own.
+    """The median time of one of `calls`, which do the same work on different data.
 
-    On a GPU they are captured in one CUDA graph, as the engine's steps are, so that the host's
-    work is not in the time. Give so many that together they read several times what the L2 cache
-    holds: then each finds its data in memory, as in a model, where other layers lie between.
+    On a GPU the calls are captured in one CUDA graph, like the engine's steps, so that the time
+    does not include the host's work. Pass enough calls to read several times the size of the L2
+    cache: then each call finds its data in memory, as in a model with other layers in between.
     """
     if device.type == "cpu":
         start = time.perf_counter()
@@ -24,7 +24,7 @@ def seconds_per_call(calls: Sequence[Callable[[], object]], device: torch.device
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for call in calls:  # compiles the kernels, which can't be done while capturing
+        for call in calls:  # compiles the kernels, which is impossible during capture
             call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -44,7 +44,7 @@ def seconds_per_call(calls: Sequence[Callable[[], object]], device: torch.device
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second of a large copy, those read and those written together."""
+    """Bytes per second of a large copy, reads plus writes."""
     num_bytes = 2**32 if device.type == "cuda" else 2**20
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -52,7 +52,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def matmul_rate(device: torch.device) -> float:
-    """FLOP/s of a large matrix product in bfloat16, of random numbers: zeros are faster."""
+    """FLOP/s of a large bfloat16 matrix product of random numbers (zeros would be faster)."""
     size = 8192 if device.type == "cuda" else 128
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     return 2 * size**3 / seconds_per_call([lambda: a @ b], device)
