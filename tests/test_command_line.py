@@ -44,7 +44,7 @@ def test_groups_list_their_commands(line, capsys):
         (["xyzzy"], "tritium: unknown command 'xyzzy'. See tritium --help"),
     ],
 )
-def test_an_unknown_command_names_the_nearest(line, message, capsys):
+def test_unknown_command_names_the_nearest(line, message, capsys):
     assert main(line) == 2
     assert message in capsys.readouterr().err
 
@@ -54,7 +54,7 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith("tritium ")
 
 
-def test_the_client_s_commands_need_no_torch():
+def test_client_commands_do_not_import_torch():
     program = (
         "import sys\n"
         "from tritium.__main__ import main\n"

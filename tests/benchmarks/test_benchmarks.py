@@ -1,4 +1,4 @@
-"""The roofline against numbers worked out by hand, and the check of a GPU as far as a CPU goes."""
+"""The roofline against numbers computed by hand, and the GPU check run on a CPU."""
 
 import json
 import os
@@ -26,11 +26,12 @@ CPU = Setup(torch.device("cpu"), small=True)
 
 
 def test_bytes_of_weights_and_kv_cache():
-    # 4096 x (2 x 4096 + 2 x 1024 + 3 x 14336) in 32 layers, and 128256 x 4096 of the head.
+    # 4096 x (2 x 4096 + 2 x 1024 + 3 x 14336) in each of 32 layers,
+    # and 128256 x 4096 in the head.
     assert roofline.weight_bytes(LLAMA) == 2 * (32 * 218_103_808 + 525_336_576)
     # 1024 x (2 x 2048 + 2 x 1024 + 3 x 3072) in 28 layers, and 151936 x 1024.
     assert roofline.weight_bytes(QWEN) == 2 * (28 * 15_728_640 + 155_582_464)
-    # 128 KiB a token: keys and values, 32 layers, 8 heads, 128 numbers, 2 bytes.
+    # 128 KiB per token: keys and values, 32 layers, 8 heads, 128 numbers, 2 bytes.
     assert roofline.kv_bytes(LLAMA, Step(3, 1, 1000)) == 3 * 1000 * 131_072
 
 
@@ -54,41 +55,41 @@ def test_operations_of_a_decode_step():
     assert operations["norms, rope, activation"].num_bytes == 2 * (1_064_960 + 32 * 55_296)
 
 
-def test_an_operation_takes_the_longer_of_its_times():
+def test_operation_takes_the_longer_of_two_times():
     assert Operation("reads", 4.3e12, 790e12 / 2).seconds(H200) == 1
     assert Operation("computes", 4.3e12, 790e12 * 2).seconds(H200) == 2
 
 
-def test_a_step_of_one_sequence_takes_its_weights_and_kv_cache():
+def test_step_of_one_sequence_is_bound_by_memory():
     step = Step(1, 1, 1024)
-    # 15.14 GB at 4.3 TB/s; the rest are a few rows of activations.
+    # 15.14 GB at 4.3 TB/s; a few rows of activations add the rest.
     assert roofline.memory_seconds(LLAMA, step, H200) == pytest.approx(3.5217e-3, rel=1e-4)
     assert roofline.step_seconds(LLAMA, step, H200) == pytest.approx(3.5245e-3, rel=1e-4)
 
 
-def test_a_step_of_256_sequences_waits_for_the_tensor_cores():
+def test_step_of_256_sequences_is_bound_by_compute():
     operations = {o.name: o for o in roofline.operations(LLAMA, Step(256, 1, 1024))}
     gate_up = operations["gate-up"]
     assert gate_up.seconds(H200) == 32 * 2 * 256 * 4096 * 28672 / 790e12
     assert gate_up.seconds(H200) > gate_up.num_bytes / 4.3e12
 
 
-def test_the_page_holds_the_roofline():
+def test_docs_page_has_the_current_roofline():
     page = (pages.ROOT / "docs/kernels.md").read_text(encoding="utf-8")
     assert pages.replaced(page, "roofline", "\n\n".join(roofline.report(1024, H200))) == page
 
 
-def test_only_what_is_between_the_marks_is_replaced():
+def test_only_text_between_the_marks_is_replaced():
     page = "a\n<!-- begin x -->\nold\n<!-- end x -->\nb"
     assert pages.replaced(page, "x", "new") == "a\n<!-- begin x -->\n\nnew\n\n<!-- end x -->\nb"
     with pytest.raises(ValueError, match="y"):
         pages.replaced(page, "y", "new")
 
 
-# -- the check of a GPU --
+# -- GPU check --
 
 
-def test_nano_vllm_s_workload():
+def test_workload_of_nano_vllm():
     work = nano_vllm_work()
     assert len(work) == 256
     assert sum(w.num_output_tokens for w in work) == 133_966
@@ -111,7 +112,7 @@ def hangs(setup):
     yield Case("hangs", lambda: time.sleep(60))
 
 
-def test_a_case_that_fails_takes_no_other_with_it():
+def test_failing_case_does_not_affect_others():
     rows = list(run_phase(Phase("p", 30, good_then_bad), CPU, 30))
     assert [row["case"] for row in rows] == ["good", "bad", "good again"]
     assert "KeyError" in rows[1]["error"]
@@ -124,14 +125,14 @@ def test_a_case_that_fails_takes_no_other_with_it():
 @pytest.mark.parametrize(
     ("cases", "error"), [(dies, "its process ended with 3"), (hangs, "its time was over")]
 )
-def test_a_phase_that_dies_or_hangs_leaves_its_results(cases, error):
+def test_results_of_a_phase_that_dies_or_hangs_are_kept(cases, error):
     rows = list(run_phase(Phase("p", 2, cases), CPU, 2))
     assert [row["case"] for row in rows] == ["good", "the rest"]
     assert rows[1]["error"] == error
 
 
-def test_all_of_it_on_the_cpu_with_few_packages(tmp_path):
-    """As on a GPU machine that has torch, transformers and what these need, and nothing else."""
+def test_whole_check_on_cpu_with_few_packages(tmp_path):
+    """The packages are those of a GPU machine with torch, transformers and their requirements."""
     others = ["gguf", "google", "locust", "psutil", "pytest", "rich", "tritonclient", "xxhash"]
     program = f"""
 import runpy, sys

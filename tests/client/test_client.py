@@ -1,4 +1,4 @@
-"""The client against scripted servers: what it sends, what it makes of answers and errors."""
+"""The client against scripted servers: its requests, and how it reads answers and errors."""
 
 import json
 import socket
@@ -63,7 +63,7 @@ def test_request_fields_of_a_prompt():
     }
 
 
-def test_a_deadline_is_a_number():
+def test_deadline_is_a_number():
     assert request_fields("Hi", deadline_ms=250)["deadline_ms"] == 250
     assert "deadline_ms" not in request_fields("Hi")
 
@@ -81,7 +81,7 @@ def test_prompt_and_messages_exclude_each_other(messages):
         request_fields("x" if messages else None, messages=messages)
 
 
-def test_several_answers_are_refused():
+def test_n_above_1_is_refused():
     with pytest.raises(ValueError, match="n must be 1, got 2"):
         request_fields("x", sampling={"n": 2})
 
@@ -109,7 +109,7 @@ def test_parse_events(body, events):
 # -- the stream --
 
 
-def test_stream_that_ends_without_a_reason_is_an_error():
+def test_stream_without_finish_reason_is_an_error():
     stream = GenerationStream(iter([Delta("a")]), lambda: None)
     assert next(stream) == Delta("a")
     with pytest.raises(GenerationError, match="broke off"):
@@ -123,7 +123,7 @@ def test_stream_aborts_at_the_end_of_its_block():
     assert aborts == ["abort"]
 
 
-def test_cancelled_stream_just_ends():
+def test_cancelled_stream_ends_without_error():
     def deltas() -> Iterator[Delta]:
         yield DELTAS[0]
         raise GenerationError("CANCELLED", "torn down")
@@ -143,7 +143,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.script: list[Any] = ANSWER
         self.requests: list[dict[str, Any]] = []
-        self.gone = threading.Event()  # set when a client has left
+        self.client_left = threading.Event()
 
     def play(self, alive: Callable[[], bool]) -> Iterator[Any]:
         for step in self.script:
@@ -152,7 +152,7 @@ class FakeServer:
                 while time.monotonic() < deadline:
                     time.sleep(0.01)
                     if not alive():
-                        self.gone.set()
+                        self.client_left.set()
                         return
             else:
                 yield step
@@ -173,7 +173,7 @@ class GrpcFake(FakeServer, service_pb2_grpc.GRPCInferenceServiceServicer):
             fields[tensor.name] = values[0]
         self.requests.append(fields)
         assert "triton_grpc_error" not in dict(context.invocation_metadata())
-        context.add_callback(self.gone.set)
+        context.add_callback(self.client_left.set)
         for step in self.play(context.is_active):
             if isinstance(step, GenerationError):
                 context.abort(grpc.StatusCode[step.code], step.message)
@@ -312,10 +312,10 @@ def test_timeout_bounds_the_whole_answer(fake_and_client, script):
     with pytest.raises(TimeoutError, match=r"within 0\.2 s"):
         client.generate("Hi", timeout=0.2)
     assert time.monotonic() - start < 2
-    assert fake.gone.wait(2)
+    assert fake.client_left.wait(2)
 
 
-def test_timeout_of_a_dripping_answer(fake_and_client):
+def test_timeout_of_a_slow_stream(fake_and_client):
     fake, client = fake_and_client
     fake.script = [ANSWER[0], 0.05] * 100
     start = time.monotonic()
@@ -331,7 +331,7 @@ def test_cancel_from_another_thread(fake_and_client, script):
     stream = client.stream("Hi")
     threading.Timer(0.2, stream.cancel).start()
     assert len(list(stream)) == len(script) - 1
-    assert fake.gone.wait(2)
+    assert fake.client_left.wait(2)
 
 
 def test_break_cancels(fake_and_client):
@@ -339,7 +339,7 @@ def test_break_cancels(fake_and_client):
     fake.script = [ANSWER[0], 10.0]
     for _ in client.stream("Hi"):
         break
-    assert fake.gone.wait(2)
+    assert fake.client_left.wait(2)
 
 
 def test_unread_stream_cancels(fake_and_client):
@@ -348,7 +348,7 @@ def test_unread_stream_cancels(fake_and_client):
     with client.stream("Hi"):
         while not fake.requests:
             time.sleep(0.01)
-    assert fake.gone.wait(2)
+    assert fake.client_left.wait(2)
 
 
 def test_cancelled_streams_leave_no_threads(fake_and_client):
@@ -358,8 +358,8 @@ def test_cancelled_streams_leave_no_threads(fake_and_client):
     for _ in range(10):
         with client.stream("Hi") as stream:
             next(stream)
-        assert fake.gone.wait(2)
-        fake.gone.clear()
+        assert fake.client_left.wait(2)
+        fake.client_left.clear()
     deadline = time.monotonic() + 5
     # The fake gRPC server keeps its pool of 16.
     while threading.active_count() > before + 16 and time.monotonic() < deadline:
@@ -368,8 +368,8 @@ def test_cancelled_streams_leave_no_threads(fake_and_client):
     assert "_consume_request_iterator" not in {t.name for t in threading.enumerate()}
 
 
-def test_an_error_is_read_to_the_end_of_the_call(grpc_fake):
-    """Triton Server 2.51 can't unload a model when a call of it is cancelled just behind one."""
+def test_call_is_read_to_its_end_after_an_error(grpc_fake):
+    """Triton Server 2.51 can't unload a model if a call is cancelled right after an error."""
     fake, client = grpc_fake
     fake.script = ["it broke", 0.2]
     started = time.monotonic()
@@ -406,7 +406,7 @@ def test_http_status_becomes_the_code(http_fake, status, refusal, code, message)
     assert (caught.value.code, caught.value.message) == (code, message)
 
 
-def test_a_code_in_the_message_becomes_the_code(fake_and_client):
+def test_code_in_the_message_becomes_the_code(fake_and_client):
     fake, client = fake_and_client
     fake.script = ["UNAVAILABLE: queue full: 3: try again"]
     with pytest.raises(GenerationError) as caught:
@@ -435,7 +435,7 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("transport", [GrpcClient, HttpClient])
-def test_unreachable_server_is_named(transport, free_port):
+def test_error_names_unreachable_server(transport, free_port):
     scheme = "http://" if transport is HttpClient else ""
     client = transport(f"{scheme}localhost:{free_port}")
     for call in (lambda: client.generate("Hi"), lambda: client.connect(5)):
@@ -534,7 +534,7 @@ def test_chat_remembers_until_reset():
     ]
 
 
-def test_chat_keeps_what_was_seen_of_a_stopped_answer():
+def test_chat_keeps_the_shown_part_of_a_stopped_answer():
     chat = Chat(ScriptedClient(DELTAS), {})
     pieces = chat.ask("one")
     next(pieces)

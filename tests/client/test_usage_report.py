@@ -1,4 +1,4 @@
-"""The `usage` command: bills in all forms, the check, what a broken ledger says."""
+"""The `usage` command: formats of the report, the check, exports, errors of broken ledgers."""
 
 import csv
 import html.parser
@@ -43,7 +43,7 @@ def rows_of(line: str, count: int, **changes) -> list[RequestRow]:
 
 
 def totals(requests: int, idle: int = 0, **changes) -> TotalsRow:
-    """After so many requests of 3 s each, and 2 s of warm-up."""
+    """The totals after `requests` requests of 3 s each, and 2 s of warm-up."""
     values = dict(
         time=1_800_000_000.0 + requests,
         busy_ns=(2 + 3 * requests) * SECOND,
@@ -69,7 +69,7 @@ def write(directory, *rows: RequestRow | TotalsRow):
 
 @pytest.fixture
 def ledger(tmp_path):
-    """6 requests of two lines, 20 s busy and 10 s idle."""
+    """A ledger of 6 requests of two lines, 20 s busy and 10 s idle."""
     return write(
         tmp_path / "ledger",
         totals(0),
@@ -96,7 +96,7 @@ def lines_of(capsys, *arguments) -> dict[str, dict]:
     return {line["business_line"]: line for line in report["lines"]}
 
 
-def test_by_usage_the_system_has_lines_of_its_own(ledger, capsys):
+def test_basis_usage_has_lines_of_system_accounts(ledger, capsys):
     lines = lines_of(capsys, ledger, "--price", "3600/gpu-hour")
     assert {name: line["cost"] for name, line in lines.items()} == {
         "ads": 12.0,
@@ -108,13 +108,13 @@ def test_by_usage_the_system_has_lines_of_its_own(ledger, capsys):
     assert lines["search"]["kv_block_seconds"] == 3.0
 
 
-def test_by_allocation_all_of_the_time_is_paid(ledger, capsys):
+def test_basis_allocation_charges_all_time(ledger, capsys):
     lines = lines_of(capsys, ledger, "--price", "3600", "--basis", "allocation")
     costs = {name: line["cost"] for name, line in lines.items()}
     assert costs == pytest.approx({"ads": 20.0, "search": 10.0})
 
 
-def test_grouped_by_two_columns(ledger, capsys):
+def test_report_grouped_by_two_columns(ledger, capsys):
     text = run(capsys, "report", ledger, "--by", "business_line,request_class", "--format", "csv")
     first, second, warmup = csv.DictReader(io.StringIO(text))
     assert (first["business_line"], first["request_class"]) == ("ads", "offline")
@@ -122,21 +122,21 @@ def test_grouped_by_two_columns(ledger, capsys):
     assert warmup["busy_ns"] == str(2 * SECOND)
 
 
-def test_the_table_has_the_sums(ledger, capsys):
+def test_table_has_sums(ledger, capsys):
     table = run(capsys, "report", ledger, "--price", "3600")
     assert re.search(r"search\W+2\W+14\W+0\W+6\W+6.000", table)
     assert re.search(r"sum\W+6\W+42\W+0\W+18\W+20.000", table)
     assert "busy 20.000 s, idle 10.000 s" in table
 
 
-def test_a_window_has_what_lies_between_totals(ledger, capsys):
+def test_window_has_rows_between_totals(ledger, capsys):
     lines = lines_of(capsys, ledger, "--since", "2027-01-15T08:00:03")
     assert set(lines) == {"ads"}
     lines = lines_of(capsys, ledger, "--until", "2027-01-15T08:00:03")
     assert set(lines) == {"search", "_warmup"}
 
 
-def test_several_ledgers_are_one_and_a_copy_adds_nothing(ledger, tmp_path, capsys):
+def test_ledgers_are_merged_and_a_copy_adds_nothing(ledger, tmp_path, capsys):
     alone = lines_of(capsys, ledger)
     copy = shutil.copy(ledger, tmp_path / "copy.ledger")
     assert lines_of(capsys, ledger, copy) == alone
@@ -147,8 +147,8 @@ def test_several_ledgers_are_one_and_a_copy_adds_nothing(ledger, tmp_path, capsy
     assert both["_warmup"]["busy_ns"] == 4 * SECOND
 
 
-def test_a_server_that_went_on_in_a_new_file(tmp_path, capsys):
-    """Rotated between totals: each file adds up alone, and both do; no row counts twice."""
+def test_rotated_ledger(tmp_path, capsys):
+    """Rotation between totals: each file adds up, both together do, and no row counts twice."""
     now = [1.0]
     ledger = make_ledger(tmp_path, rotate_hours=1.0, clock=lambda: now[0])
     first = ledger.path
@@ -160,20 +160,20 @@ def test_a_server_that_went_on_in_a_new_file(tmp_path, capsys):
     for row in (*rows_of("ads", 5)[2:], totals(7)):
         ledger.add(row)
     ledger.close()
-    assert len(rows_in(ledger.path)) == 5  # two of them are in both
-    for paths, told in (
+    assert len(rows_in(ledger.path)) == 5  # 2 rows are in both files
+    for paths, output in (
         ([first], ": 0 ns over 2 totals"),
         ([ledger.path], ": 0 ns over 2 totals"),
         ([tmp_path], ": 0 ns over 3 totals"),
     ):
-        assert told in run(capsys, "check", *paths)
+        assert output in run(capsys, "check", *paths)
     lines = lines_of(capsys, tmp_path)
     assert {name: line["requests"] for name, line in lines.items()} == {
         "search": 2,
         "ads": 5,
         "_warmup": 0,
     }
-    # An older copy of the second file adds nothing, whatever its name.
+    # An older copy of the second file adds nothing under any name.
     stale = shutil.copy(ledger.path, tmp_path / "a stale copy.ledger")
     with sqlite3.connect(stale) as database:
         database.execute("DELETE FROM requests WHERE sequence > 7")
@@ -182,8 +182,8 @@ def test_a_server_that_went_on_in_a_new_file(tmp_path, capsys):
     assert lines_of(capsys, tmp_path) == lines
 
 
-def test_rows_behind_the_last_totals_are_billed_once(tmp_path, capsys):
-    """Of the 6 s of two such rows 3 were open at the last totals, and 3 came later."""
+def test_rows_after_the_last_totals_are_billed_once(tmp_path, capsys):
+    """Of the 6 s of two later rows, 3 were open at the last totals and 3 came after them."""
     path = write(tmp_path, totals(0), totals(1, open_ns=3 * SECOND), *rows_of("search", 2))
     lines = lines_of(capsys, path, "--price", "3600")
     assert {name: line["cost"] for name, line in lines.items()} == {"search": 6.0, "_warmup": 2.0}
@@ -191,14 +191,14 @@ def test_rows_behind_the_last_totals_are_billed_once(tmp_path, capsys):
     assert report["busy_ns"] == 8 * SECOND
 
 
-def test_a_server_s_warm_up_is_billed_in_its_time_only(tmp_path, capsys):
+def test_warm_up_is_billed_only_in_the_window_that_contains_it(tmp_path, capsys):
     path = write(tmp_path, totals(0), totals(0, time=1_800_000_100.0, idle_ns=100 * SECOND))
     assert "_warmup" in lines_of(capsys, path)
     assert lines_of(capsys, path, "--since", "2027-01-15T08:01:00") == {}
 
 
 def enlarge(path, num_rows: int) -> None:
-    """So many more requests of 50 lines."""
+    """Add `num_rows` requests of 50 lines."""
     with sqlite3.connect(path) as database:
         columns = [row[1] for row in database.execute("PRAGMA table_info(requests)")]
         values = dict(zip(columns, columns, strict=True)) | {
@@ -216,8 +216,8 @@ def enlarge(path, num_rows: int) -> None:
     database.close()
 
 
-def test_a_large_ledger_takes_little_memory(tmp_path, capsys, monkeypatch):
-    """As dictionaries all rows would take 15 MB."""
+def test_large_ledger_takes_little_memory(tmp_path, capsys, monkeypatch):
+    """All rows as dictionaries would take 15 MB."""
     path = write(tmp_path, totals(0), *rows_of("search", 1), totals(1))
     enlarge(path, 10_000)
     monkeypatch.setattr("tritium.client.usage._ROW_GROUP", 1000)
@@ -237,14 +237,14 @@ def test_a_large_ledger_takes_little_memory(tmp_path, capsys, monkeypatch):
     assert pyarrow.parquet.ParquetFile(parquet).metadata.num_rows == 10_001
 
 
-def test_the_check_proves_the_identity(ledger, capsys):
-    told = run(capsys, "check", ledger)
-    assert ": 0 ns over 3 totals" in told
-    assert "the bill adds up" in told
+def test_check_proves_the_identity(ledger, capsys):
+    output = run(capsys, "check", ledger)
+    assert ": 0 ns over 3 totals" in output
+    assert "the bill adds up" in output
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ("UPDATE requests SET decode_ns = decode_ns + 1 WHERE sequence = 4", "system: 1 ns"),
         ("DELETE FROM requests WHERE sequence = 1", "system: 3000000000 ns"),
@@ -252,13 +252,13 @@ def test_the_check_proves_the_identity(ledger, capsys):
         ("UPDATE requests SET kv_block_seconds = 2 WHERE sequence = 4", "off by 8.3e-02"),
     ],
 )
-def test_the_check_finds_what_is_missing(ledger, capsys, change, told):
+def test_check_finds_changed_and_missing_rows(ledger, capsys, change, message):
     with sqlite3.connect(ledger) as database:
         database.execute(change)
     database.close()
     assert main(["usage", "check", str(ledger)]) == 1
     out = capsys.readouterr().out
-    assert told in out
+    assert message in out
     assert "THE BILL DOES NOT ADD UP" in out
 
 
@@ -298,14 +298,14 @@ def test_parquet_has_the_same_rows(ledger, tmp_path, capsys, monkeypatch):
     assert pyarrow.parquet.ParquetFile(path).schema_arrow == file.schema_arrow
 
 
-def test_parquet_says_what_it_lacks(ledger, tmp_path, capsys, monkeypatch):
+def test_parquet_needs_output_and_pyarrow(ledger, tmp_path, capsys, monkeypatch):
     parquet = ("export", ledger, "--format", "parquet")
     assert "needs --output FILE" in fails(capsys, *parquet)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert "pip install pyarrow" in fails(capsys, *parquet, "--output", tmp_path / "p")
 
 
-def test_an_output_that_can_t_be_written(ledger, tmp_path, capsys):
+def test_unwritable_output_is_an_error(ledger, tmp_path, capsys):
     path = tmp_path / "nowhere" / "rows"
     for arguments in (
         ("report", "--format", "html"),
@@ -313,11 +313,11 @@ def test_an_output_that_can_t_be_written(ledger, tmp_path, capsys):
         ("export",),
         ("export", "--format", "parquet"),
     ):
-        told = fails(capsys, arguments[0], ledger, *arguments[1:], "--output", path)
-        assert f"--output {path}: can't be written" in told
+        error = fails(capsys, arguments[0], ledger, *arguments[1:], "--output", path)
+        assert f"--output {path}: can't be written" in error
 
 
-def test_broken_ledgers_are_named(tmp_path, ledger, capsys):
+def test_errors_name_broken_ledgers(tmp_path, ledger, capsys):
     missing, empty, text = (tmp_path / name for name in ("missing", "empty", "text.ledger"))
     empty.mkdir()
     text.write_text("this is no database, and long enough to be looked at by SQLite" * 20)
@@ -337,7 +337,7 @@ def test_broken_ledgers_are_named(tmp_path, ledger, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--price", "cheap"], "expected a price such as 2.5/gpu-hour, got 'cheap'"),
         (["--by", "customer"], "'customer' is none of business_line"),
@@ -349,26 +349,26 @@ def test_broken_ledgers_are_named(tmp_path, ledger, capsys):
         (["--until", "0xm"], "expected a time such as"),
     ],
 )
-def test_bad_options_are_named(ledger, capsys, arguments, told):
+def test_errors_name_bad_options(ledger, capsys, arguments, message):
     with pytest.raises(SystemExit):
         main(["usage", "report", str(ledger), *arguments])
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_window_that_ends_before_it_begins(ledger, capsys):
-    told = fails(capsys, "report", ledger, "--since", "2027-01-02", "--until", "2027-01-01")
-    assert "--since is later than --until" in told
+def test_window_that_ends_before_it_begins_is_an_error(ledger, capsys):
+    error = fails(capsys, "report", ledger, "--since", "2027-01-02", "--until", "2027-01-01")
+    assert "--since is later than --until" in error
 
 
 @pytest.mark.parametrize("form", ["table", "csv", "json", "html"])
-def test_an_empty_window_is_an_empty_bill(ledger, capsys, form):
-    told = run(capsys, "report", ledger, "--until", "2020-01-01", "--format", form)
-    assert told
+def test_empty_window_gives_an_empty_bill(ledger, capsys, form):
+    output = run(capsys, "report", ledger, "--until", "2020-01-01", "--format", form)
+    assert output
     if form == "json":
-        assert json.loads(told)["lines"] == []
+        assert json.loads(output)["lines"] == []
 
 
-def test_names_are_not_taken_for_markup(tmp_path, capsys):
+def test_names_are_not_interpreted_as_markup(tmp_path, capsys):
     name = "[/red] \x1b[31m"
     path = write(tmp_path, totals(0), *rows_of(name, 1), totals(1))
     table = run(capsys, "report", path)
@@ -380,7 +380,7 @@ def test_names_are_not_taken_for_markup(tmp_path, capsys):
 
 
 class Cells(html.parser.HTMLParser):
-    """The numbers of the table's body and foot, by column."""
+    """The numbers in the body and the foot of the table, by column."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -411,7 +411,7 @@ def page(tmp_path):
     return page
 
 
-def test_the_page_stands_alone_and_its_sums_are_right(page):
+def test_page_is_self_contained_and_its_sums_are_right(page):
     text = page.read_text()
     assert not re.search(r'<(script|link|img)[^>]* (src|href)="http', text)
     assert "<script>alert(1)" not in text
@@ -422,7 +422,7 @@ def test_the_page_stands_alone_and_its_sums_are_right(page):
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium on PATH")
-def test_a_browser_draws_all_charts(page, tmp_path):
+def test_browser_draws_all_charts(page, tmp_path):
     browser = subprocess.run(
         [
             "chromium",

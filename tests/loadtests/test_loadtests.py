@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic, and what passes between them and a peer."""
+"""The arithmetic of load tests, and the data that passes between them and a peer."""
 
 import json
 from types import SimpleNamespace
@@ -26,22 +26,22 @@ def result(way: str, round_: int, speed: float, ttft: float = 0.1) -> Result:
 GOAL = Goal("ours / theirs", ("uniform", "ours", 8), ("uniform", "theirs", 8), 1.5)
 
 
-def test_a_ratio_is_taken_within_each_round():
+def test_ratio_is_taken_within_each_round():
     results = [result("ours", 0, 200), result("ours", 1, 100), result("ours", 2, 300)]
     results += [result("theirs", 0, 100), result("theirs", 1, 40), result("theirs", 2, 200)]
     assert ratio(results, GOAL) == (2.0, 1.5, 2.5)
 
 
-def test_a_round_that_one_of_the_cells_lacks_is_in_no_ratio():
+def test_round_without_one_of_the_cells_is_left_out():
     results = [result("ours", i, 100 * (i + 1)) for i in range(3)] + [result("theirs", 1, 100)]
     assert ratio(results, GOAL) == (2.0, 2.0, 2.0)
 
 
-def test_what_was_not_measured_has_no_ratio():
+def test_unmeasured_cell_has_no_ratio():
     assert ratio([result("ours", 0, 100)], GOAL) is None
 
 
-def test_times_are_to_be_lower():
+def test_goal_of_a_time_is_an_upper_bound():
     results = [result("ours", 0, 100, ttft=0.2), result("theirs", 0, 100, ttft=0.1)]
     goal = GOAL._replace(measure="TTFT", wanted=1.0)
     reached = ratio(results, goal)
@@ -51,26 +51,26 @@ def test_times_are_to_be_lower():
     assert "MISSED" in goal_line(GOAL, Ratio(1.4, 1.4, 1.4))
 
 
-def test_results_survive_their_file(tmp_path):
+def test_results_are_saved_and_loaded(tmp_path):
     results = [result("ours", 0, 100), result("theirs", 1, 50)]
     save(tmp_path / "results.json", results)
     assert load(tmp_path / "results.json") == results
 
 
-# -- what the bill costs --
+# -- cost of the bill --
 
 
 class Recorder:
     def __init__(self) -> None:
-        self.told: list[int] = []
+        self.calls: list[int] = []
 
     def add(self, value: int) -> None:
-        self.told.append(value)
+        self.calls.append(value)
 
     request_finished = count_totals = update = add
 
 
-def test_turns_are_with_the_bill_and_without(tmp_path):
+def test_turns_with_and_without_the_bill(tmp_path):
     usage, ledger, metrics = (
         SimpleNamespace(Ledger=Recorder, Metrics=Recorder) for _ in ("usage", "ledger", "metrics")
     )
@@ -88,36 +88,38 @@ def test_turns_are_with_the_bill_and_without(tmp_path):
         Turn(is_billed, num_sequences=4, work=28, ns=20) for is_billed in (True, False, False, True)
     ]
     for recorder in recorders:
-        assert recorder.told == [0] * 4 + [3] * 4 + [4]
+        assert recorder.calls == [0] * 4 + [3] * 4 + [4]
 
 
-def test_a_verdict_is_of_pairs():
-    def told(*ratios: float) -> str:
+def test_verdict_is_computed_from_pairs():
+    def verdict_of(*ratios: float) -> str:
         pairs = [(Turn(True, 9, round(1000 * r), 5), Turn(False, 9, 1000, 5)) for r in ratios]
         return verdict([turn for i, pair in enumerate(pairs) for turn in pair[:: (-1) ** i]])
 
-    assert "3 pairs of turns: 1.000 (95 % sure: 0.990 to 1.020; wanted" in told(1.02, 0.99, 1.0)
-    assert "MISSED" not in told(1.02, 0.99, 1.0)
-    assert "0.980" in told(0.98)
-    assert "MISSED" in told(0.98)
+    assert "3 pairs of turns: 1.000 (95 % sure: 0.990 to 1.020; wanted" in verdict_of(
+        1.02, 0.99, 1.0
+    )
+    assert "MISSED" not in verdict_of(1.02, 0.99, 1.0)
+    assert "0.980" in verdict_of(0.98)
+    assert "MISSED" in verdict_of(0.98)
 
 
-def test_a_median_is_known_by_ranks():
+def test_median_interval_uses_ranks():
     assert median_interval([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0)
-    assert median_interval(range(1, 11)) == (5.5, 2, 9)  # 1 - 2 * 11 / 1024 of all cases
+    assert median_interval(range(1, 11)) == (5.5, 2, 9)  # confidence 1 - 2 * 11 / 1024
     assert median_interval(range(1, 41)) == (20.5, 14, 27)
 
 
 # -- peers: jobs and answers --
 
 
-def test_a_job_says_what_to_do(tmp_path):
+def test_job_file(tmp_path):
     write_job(tmp_path / "job.json", {"model": "m"}, {"uniform": [([1, 2], 3)]})
     job = json.loads((tmp_path / "job.json").read_text())
     assert job == {"settings": {"model": "m"}, "workloads": {"uniform": [[[1, 2], 3]]}}
 
 
-def test_an_answer_becomes_a_result():
+def test_answer_becomes_a_result():
     answer = json.dumps({"seconds": 2.0, "moments": [[1.0, 1.5, 2.5], [2.0, 2.25, 2.25]]})
     parsed = result_of(answer, "peer", 8, "uniform", [([1], 3), ([1, 2], 1)])
     assert parsed.num_tokens == 4
@@ -127,12 +129,12 @@ def test_an_answer_becomes_a_result():
 
 
 @pytest.mark.parametrize("answer", ["", "{}", "[]", '{"seconds": 1, "moments": []}', "Warning: x"])
-def test_another_answer_is_an_error(answer):
+def test_malformed_answer_is_an_error(answer):
     with pytest.raises(PeerError, match="peer answered"):
         result_of(answer, "peer", 8, "uniform", [([1], 3)])
 
 
-def test_a_closed_loop_keeps_its_concurrency():
+def test_closed_loop_keeps_its_concurrency():
     running: dict[int, int] = {}
     most = 0
 

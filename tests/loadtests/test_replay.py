@@ -46,7 +46,7 @@ def trace(tmp_path):
 # -- plan --
 
 
-def test_a_plan_as_recorded(trace):
+def test_plan_as_recorded(trace):
     planned = list(Plan(trace).requests())
     assert [p.due for p in planned] == [0, 1, 1, 5]
     assert [(p.input_length, p.output_length) for p in planned] == [
@@ -59,11 +59,11 @@ def test_a_plan_as_recorded(trace):
     assert (planned[1].business_line, planned[1].request_class) == ("search", "offline")
 
 
-def test_a_plan_at_a_scale(trace):
+def test_scaled_plan(trace):
     plan = Plan(trace, start=0.5, window=4, rate=2, input_scale=1 / 30, output_scale=1 / 7)
     planned = list(plan.requests())
     assert [p.due for p in planned] == [0.25, 0.25]
-    # 512 / 30 is 17.07: blocks of 17, and lengths by 17 / 512
+    # 512 / 30 is 17.07, so blocks have 17 tokens and lengths are scaled by 17 / 512.
     assert [(p.block_size, p.input_length, p.output_length) for p in planned] == [
         (17, 17, 4),
         (17, 34, 1),
@@ -75,7 +75,7 @@ def test_a_plan_at_a_scale(trace):
 @pytest.mark.parametrize(
     ("field", "value"), [("rate", 0), ("input_scale", -1), ("start", -1), ("window", float("nan"))]
 )
-def test_no_plan(trace, field, value):
+def test_invalid_plan(trace, field, value):
     with pytest.raises(ValueError, match=f"{field} can't be {value}; it is"):
         list(Plan(trace, **{field: value}).requests())
 
@@ -108,14 +108,14 @@ def test_prompts_have_exact_lengths_and_shared_prefixes(tokenizer):
     assert not specials & set(one + other + third + alone)
 
 
-def test_another_seed_gives_other_words(tokenizer):
+def test_seed_determines_the_words(tokenizer):
     request = planned(hash_ids=[1, 2, 3])
     first, same, other = (Prompts(tokenizer, seed).write(request) for seed in "aab")
     assert first == same != other
 
 
 class Words:
-    """A vocabulary of words; `merges` makes one token of the first two."""
+    """A vocabulary of words; `merges`: the first two words become one token."""
 
     vocab_size = 200
 
@@ -153,7 +153,7 @@ class SlowClient:
         self.connected = True
 
     def stream(self, prompt, **options):
-        assert self.connected  # so that the first request does not wait for it
+        assert self.connected  # the first request must not wait for a connection
 
         def deltas():
             with self.lock:
@@ -181,17 +181,17 @@ def dispatched(client, requests):
     return sorted(records, key=lambda record: record.index), health
 
 
-def test_requests_leave_in_time_whatever_is_in_flight():
+def test_requests_are_sent_on_time_with_others_in_flight():
     client = SlowClient(delay=0.5)
     records, health = dispatched(client, [planned(i, i * 0.02) for i in range(20)])
     assert client.most == 20
     assert [record.due for record in records] == [i * 0.02 for i in range(20)]
     assert all(record.sent >= record.due for record in records)
-    assert max(record.lag for record in records) < 0.25  # one after the other: 10 s
+    assert max(record.lag for record in records) < 0.25  # sequential requests would lag by 10 s
     assert health.stall_p99 >= 0
 
 
-def test_a_record():
+def test_record_of_a_request():
     [record], _ = dispatched(SlowClient(), [planned(7, 0.05, input_length=5, output_length=4)])
     assert (record.index, record.outcome, record.finish_reason) == (7, "completed", "length")
     assert (record.num_input_tokens, record.num_cached_tokens) == (5, 16)
@@ -211,13 +211,13 @@ def test_a_record():
         (RuntimeError("a bug"), "failed"),
     ],
 )
-def test_rejected_and_failed_are_told_apart(error, outcome):
+def test_rejected_and_failed_are_distinguished(error, outcome):
     [record], _ = dispatched(SlowClient(delay=0, error=error), [planned()])
     assert record.outcome == outcome
     assert str(error) in record.error
 
 
-def test_a_plan_that_breaks_ends_the_run():
+def test_broken_plan_ends_the_run():
     def broken():
         yield planned()
         raise ValueError("line 2: bad")
@@ -270,7 +270,7 @@ def run_of(records, **fields):
     )
 
 
-def test_rates_count_what_was_sent():
+def test_rates_count_all_sent_requests():
     slow_start, slow_rest = record(2, 2, ttft=0.4), record(3, 3, tpot=0.2)
     records = [record(0, 0, cached=50), record(1, 1), slow_start, slow_rest]
     records += [refused(4, 4), refused(5, 5, "INTERNAL: oops")]
@@ -286,7 +286,7 @@ def test_rates_count_what_was_sent():
     assert found.invalid == []
 
 
-def test_a_distribution_of_nothing_is_json():
+def test_empty_distribution_is_valid_json():
     assert msgspec.json.encode(Distribution.of([])).startswith(b'{"num":0,"mean":null')
 
 
@@ -299,13 +299,13 @@ def test_a_distribution_of_nothing_is_json():
         ({"max_lag": 0.0005}, "bottleneck: requests left up to 1 ms late"),
     ],
 )
-def test_a_run_that_tells_of_the_client_is_invalid(change, reason):
+def test_run_limited_by_the_client_is_invalid(change, reason):
     run = msgspec.structs.replace(run_of([record(i, i) for i in range(5)]), **change)
     [found] = summarize(run).invalid
     assert reason in found
 
 
-def test_a_request_without_a_record_makes_a_run_invalid():
+def test_missing_record_makes_a_run_invalid():
     run = run_of([record(i, i) for i in range(5)])
     run.records.pop()
     assert summarize(run).invalid == ["only 4 of 5 requests ended"]
@@ -319,7 +319,7 @@ def test_a_request_without_a_record_makes_a_run_invalid():
         ({"sent": 2.5}, "time between arrivals"),
     ],
 )
-def test_other_traffic_than_the_source_s_is_told(changed, name):
+def test_traffic_that_differs_from_its_source_is_reported(changed, name):
     records = [record(i, i) for i in range(20)]
     assert summarize(run_of(records)).is_like_its_source
     for i in range(4):
@@ -328,13 +328,13 @@ def test_other_traffic_than_the_source_s_is_told(changed, name):
     assert not checks[f"{name}, KS distance"]
 
 
-def test_a_burst_at_the_border_of_a_second_is_the_same_burst():
+def test_burst_across_a_bin_border_is_the_same_burst():
     dues = [0.995] * 5 + [1.2] * 5 + [9.0]
     records = [record(i, due, sent=due + 0.01) for i, due in enumerate(dues)]
     assert summarize(run_of(records)).is_like_its_source
 
 
-def test_counts_are_compared_with_the_server_s_and_the_ledger_s():
+def test_counts_are_compared_with_server_and_ledger():
     samples = [
         Sample(0, {"output_tokens_total": 100, "prompt_tokens_total": 300}),
         Sample(
@@ -349,7 +349,7 @@ def test_counts_are_compared_with_the_server_s_and_the_ledger_s():
     ]
 
 
-def test_a_ledger_s_tokens_are_those_of_requests_that_ran(tmp_path):
+def test_ledger_tokens_exclude_requests_that_never_ran(tmp_path):
     ledger = make_ledger(tmp_path)
     ledger.add(ROW)
     ledger.add(replace(ROW, key="s/1", cached_tokens=2))
@@ -362,7 +362,7 @@ def test_a_ledger_s_tokens_are_those_of_requests_that_ran(tmp_path):
     }
 
 
-def test_the_bill_of_each_line():
+def test_bill_by_business_line():
     billed = [
         msgspec.structs.replace(record(i, i, cached=i), business_line=line, device_ms=ms, cost=cost)
         for i, (line, ms, cost) in enumerate(
@@ -384,7 +384,7 @@ def test_the_bill_of_each_line():
 
 
 def capture(shift=0.0, **changed):
-    """Of 200 requests that share a first block by fives."""
+    """A capture of 200 requests; each five share their first block."""
     return [
         TraceRequest(
             **{
@@ -400,8 +400,8 @@ def capture(shift=0.0, **changed):
     ]
 
 
-def test_a_round_trip_that_holds():
-    # Of all but the first the difference is the same: the clocks' zeros.
+def test_faithful_round_trip():
+    # All requests but the first differ by one constant, the offset of the clocks.
     assert all(check.holds for check in compare(capture(), capture(shift=300)))
 
 
@@ -420,14 +420,14 @@ def test_a_round_trip_that_holds():
         ),
     ],
 )
-def test_a_round_trip_that_breaks(again, name):
+def test_unfaithful_round_trip(again, name):
     assert name in [check.name for check in compare(capture(), again) if not check.holds]
 
 
 # -- files --
 
 
-def test_the_report_s_files(tmp_path):
+def test_files_of_a_report(tmp_path):
     run = run_of([record(0, 0), record(1, 1), refused(2, 2)])
     write_report(run, tmp_path)
     assert load_run(tmp_path) == run
@@ -437,8 +437,8 @@ def test_the_report_s_files(tmp_path):
     assert float(rows[0]["tpot"]) == pytest.approx(0.05)
 
 
-def test_the_page_in_a_browser(tmp_path):
-    """Its scripts run, from the one file, and draw all plots; a bad run says so."""
+def test_page_in_a_browser(tmp_path):
+    """The page needs no other file, draws all plots, and marks an invalid run."""
     names = count()
     samples = [Sample(float(i), {"kv_blocks": 9, "kv_blocks_used": i}) for i in range(3)]
     runs = [

@@ -1,4 +1,4 @@
-"""Traces: other people's formats, statistics, made-up ones."""
+"""Traces: public formats, statistics, synthesis."""
 
 import json
 import subprocess
@@ -46,7 +46,7 @@ def converted(tmp_path, text, source=None, **options):
 
 
 def refused(tmp_path, text, source=None, **options):
-    """What is said of each bad row of a file of which nothing may be written."""
+    """The messages about bad rows; checks that nothing was written."""
     messages = []
     path, output = tmp_path / "in", tmp_path / "out.jsonl"
     path.write_text(text)
@@ -65,18 +65,18 @@ def refused(tmp_path, text, source=None, **options):
         (MOONCAKE, [(0, 513, 500), (3000, 600, 3)]),
     ],
 )
-def test_formats_of_others(tmp_path, text, expected):
+def test_public_formats(tmp_path, text, expected):
     requests, counts, messages = converted(tmp_path, text)
     assert [(r.timestamp, r.input_length, r.output_length) for r in requests] == expected
     assert (counts, messages) == ((len(expected), 0), [])
 
 
-def test_hash_ids_stay(tmp_path):
+def test_hash_ids_are_kept(tmp_path):
     requests, _, _ = converted(tmp_path, MOONCAKE)
     assert [(r.hash_ids, r.hash_block_size) for r in requests] == [([0, 1], 512), ([0, 2], 512)]
 
 
-def test_the_server_s_own_records_are_put_in_order(tmp_path):
+def test_records_of_the_server_are_sorted(tmp_path):
     requests, _, _ = converted(tmp_path, SERVER)
     assert [(r.timestamp, r.hash_ids, r.business_line) for r in requests] == [
         (0, [7], ""),
@@ -147,14 +147,14 @@ def test_rows_in_any_order(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "\xff\xfe"])
-def test_an_unknown_file(tmp_path, text):
+def test_unknown_format(tmp_path, text):
     path = tmp_path / "in"
     path.write_text(text)
     with pytest.raises(TraceError, match="looks like none of azure, burstgpt, mooncake"):
         guess_source(path)
 
 
-def test_a_column_is_missing(tmp_path):
+def test_missing_column(tmp_path):
     path = tmp_path / "in"
     path.write_text("Timestamp,Request tokens\n1,2\n")
     with pytest.raises(TraceError, match="line 1: no column Response tokens; the columns are"):
@@ -168,8 +168,8 @@ def test_reading_names_the_first_bad_row(tmp_path):
         list(read_trace(path))
 
 
-def test_a_million_rows_in_little_memory(tmp_path):
-    """In a process of its own, whose largest memory is known."""
+def test_million_rows_in_little_memory(tmp_path):
+    """Runs in a subprocess to measure its peak memory."""
     path, output = tmp_path / "in", tmp_path / "out"
     with path.open("w") as file:
         file.write(BURSTGPT.splitlines()[0] + "\n")
@@ -196,7 +196,7 @@ print(getrusage(RUSAGE_SELF).ru_maxrss)
     assert json.loads(last)["timestamp"] == 999_999_000
 
 
-def test_more_than_memory_is_sorted_on_disk(tmp_path):
+def test_large_trace_is_sorted_on_disk(tmp_path):
     rng = np.random.default_rng(0)
     times = rng.permutation(60_000)
     path, output = tmp_path / "in", tmp_path / "out"
@@ -241,15 +241,16 @@ def test_prefix_hits():
     cache = PrefixCache()
     for hash_ids, length in (([1, 2, 3], 48), ([1, 2, 4], 40), ([1, 2, 3], 48), ([9, 2], 32)):
         cache.add(request(hash_ids, length))
-    # The last token is computed, so of three equal blocks two are reused; [9, 2] shares nothing.
+    # The last token is always computed, so two of three equal blocks are reused. [9, 2] has
+    # another first block, so it shares nothing.
     assert (cache.hit_tokens, cache.tokens) == (32 + 32, 168)
 
 
-def test_a_small_cache_keeps_what_was_used_last_and_heads_before_tails():
+def test_small_cache_evicts_least_recently_used_and_tails_first():
     cache = PrefixCache(48)
     for hash_ids in ([1, 2], [3, 4], [1, 2]):
         cache.add(request(hash_ids))
-    assert cache.hit_tokens == 16  # 1 was there; 2, the tail, was not
+    assert cache.hit_tokens == 16  # block 1 was cached; block 2, the tail, was evicted
     for hash_ids in ([5, 6, 7], [1, 2]):
         cache.add(request(hash_ids))
     assert cache.hit_tokens == 16
@@ -271,7 +272,7 @@ def test_description():
 SHAPE = Shape(4000, 8.0, Lengths(200, 800), Lengths(50, 150), dispersion=4.0, hit_ratio=0.4)
 
 
-def test_a_made_up_trace_has_the_statistics_asked_for():
+def test_synthetic_trace_has_the_requested_statistics():
     requests = list(synthesize(SHAPE))
     found = describe(requests)
     assert found.num_requests == 4000
@@ -287,7 +288,7 @@ def test_a_made_up_trace_has_the_statistics_asked_for():
         check(one)
 
 
-def test_seeds():
+def test_seed_determines_the_trace():
     first, again, other = (list(synthesize(SHAPE, seed)) for seed in (0, 0, 1))
     assert first == again != other
 
@@ -303,6 +304,6 @@ def test_seeds():
         ("output_length", Lengths(10, 5), "output_length can't have median 10 and p95 5"),
     ],
 )
-def test_no_shape(field, value, message):
+def test_invalid_shape(field, value, message):
     with pytest.raises(ValueError, match=message):
         list(synthesize(SHAPE._replace(**{field: value})))

@@ -1,4 +1,4 @@
-"""Which limits `make tune` names, and what `make gains` runs."""
+"""The limits that `make tune` recommends, and the requests and ratios of `make gains`."""
 
 import pytest
 from google.protobuf import text_format
@@ -32,7 +32,7 @@ POINTS = [
 ]
 
 
-def test_most_tokens_a_second():
+def test_highest_token_rate():
     assert fastest(POINTS[:3]) == POINTS[2]
 
 
@@ -40,12 +40,12 @@ def test_most_tokens_a_second():
     ("ttft_ms", "tpot_ms", "best"),
     [(300, 0, 1), (0, 30, 0), (400, 50, 1), (0, 0, 2), (50, 0, None)],
 )
-def test_the_fastest_within_bounds_that_answers_all(ttft_ms, tpot_ms, best):
+def test_fastest_within_bounds_that_answers_all_requests(ttft_ms, tpot_ms, best):
     found = within(POINTS, ttft_ms, tpot_ms)
     assert found == (None if best is None else POINTS[best])
 
 
-def test_the_lines_are_those_of_a_config():
+def test_config_lines_can_be_parsed():
     text = f"parameters [\n{config_lines(POINTS[0]).rstrip(',')}\n]"
     parameters = text_format.Parse(text, model_config_pb2.ModelConfig()).parameters
     assert {name: value.string_value for name, value in parameters.items()} == {
@@ -54,12 +54,12 @@ def test_the_lines_are_those_of_a_config():
     }
 
 
-def test_the_frontier():
+def test_frontier():
     assert _undominated([(3, 9), (1, 5), (2, 4), (4, 8), (2, 6)]) == [(1, 5), (2, 6), (3, 9)]
     assert len(frontier(POINTS, 300, 0).data) == 4
 
 
-def test_requests_of_a_trace_that_fit(tmp_path, tokenizer):
+def test_requests_too_long_for_the_model_are_left_out(tmp_path, tokenizer):
     path = tmp_path / "trace"
     lengths = [(40, 8), (90, 20), (30, 4), (10, 2)]
     write_trace(path, (TraceRequest(0, *both) for both in lengths))
@@ -71,7 +71,7 @@ def result(way, round_, tokens):
     return Result(way, 4, "conv", round_, num_tokens=tokens, seconds=1.0)
 
 
-def test_each_way_is_compared_with_the_one_before_and_the_first():
+def test_ratios_to_the_previous_and_the_first_variant():
     held = {name: Held() for name in ("static", "contiguous", "paged")}
     held["paged"].running, held["paged"].kv_tokens = 9, 700
     results = [
@@ -88,7 +88,7 @@ def test_each_way_is_compared_with_the_one_before_and_the_first():
     assert gains_table(found).row_count == 3
 
 
-def test_gains_survive_their_file_and_stand_on_a_page(tmp_path):
+def test_gains_are_saved_loaded_and_shown_on_the_page(tmp_path):
     held = {"static": Held(), "<paged>": Held()}
     gains = gains_of("conv", [result("static", 0, 10), result("<paged>", 0, 25)], held)
     gains.save(tmp_path / "a/gains.json")
