@@ -145,7 +145,7 @@ def code_lines(path: Path) -> int:
 
 def table() -> Iterator[str]:
     """The packages as a Markdown table, and what they really import as a Mermaid graph."""
-    yield "| package | lines of code | may import of ours, and of torch, pydantic and their like |"
+    yield "| package | code lines | may import |"
     yield "|---|---|---|"
     for package, rule in RULES.items():
         count = sum(code_lines(path) for path in files() if package_of(path) == package)
