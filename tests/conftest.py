@@ -1,9 +1,9 @@
-"""Fixtures of all tests: the real SmolLM2, its tokenizer, and what transformers makes of it."""
+"""Fixtures for all tests: the real SmolLM2, its tokenizer, and the output of transformers."""
 
 import os
 
-# Triton-lang, which much else imports, decides at its first import whether it interprets kernels.
-# Not for the processes that tests start.
+# Triton-lang decides at its first import whether it interprets kernels. The variable must not reach
+# the processes that tests start.
 os.environ["TRITON_INTERPRET"] = "1"
 import triton  # noqa: F401
 
@@ -34,7 +34,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def prompt_token_ids(tokenizer) -> list[list[int]]:
-    """Token ids of the 24 prompts, the last one of 2,000 tokens."""
+    """Token ids of the 24 prompts; the last one has 2,000 tokens."""
     token_ids = [tokenizer.encode(prompt) for prompt in PROMPTS]
     token_ids[-1] = token_ids[-1][:LONG_PROMPT_TOKENS]
     assert len(token_ids) >= 24
@@ -50,7 +50,7 @@ def runner() -> ModelRunner:
 
 @pytest.fixture(scope="session")
 def greedy_token_ids(prompt_token_ids, runner) -> list[list[int]]:
-    """What transformers' own model generates greedily in float32, each prompt by itself."""
+    """The greedy output of transformers' own model in float32, one prompt at a time."""
     model = transformers_model(resolve(SMOLLM2), torch.float32)
     guesses = generate(Engine(FLOAT32, runner, lambda outputs: None), prompt_token_ids)
     return [

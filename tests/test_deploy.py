@@ -1,5 +1,7 @@
-"""deploy/: what Prometheus, Grafana and docker compose are given. A live scrape is compared with it
-in tests/server/test_deploy.py."""
+"""deploy/: the configuration of Prometheus, Grafana and Docker Compose.
+
+tests/server/test_deploy.py compares it with a live scrape.
+"""
 
 import json
 import re
@@ -20,7 +22,7 @@ METRIC = re.compile(r"\b(?:tritium:|vllm:|nv_)\w+")
 
 
 def used_metrics() -> set[str]:
-    """The names in all expressions of panels and alerts."""
+    """The metrics in all expressions of panels and alerts."""
     expressions = [target["expr"] for panel in PANELS for target in panel["targets"]]
     expressions += [rule["expr"] for rule in RULES]
     names = [METRIC.findall(expression) for expression in expressions]
@@ -28,23 +30,23 @@ def used_metrics() -> set[str]:
     return {name for found in names for name in found}
 
 
-def test_each_panel_can_be_drawn():
+def test_panels_have_positions_queries_and_legends():
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(set(ids)) == len(ids)
     titles = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
     assert titles == ["SLO", "Saturation", "Prefix reuse", "Cost", "Health"]
-    places = set()
+    positions = set()
     for panel in PANELS:
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24
-        places.add((place["x"], place["y"]))
+        position = panel["gridPos"]
+        assert position["x"] + position["w"] <= 24
+        positions.add((position["x"], position["y"]))
         for target in panel["targets"]:
             assert target["expr"].count("(") == target["expr"].count(")")
             assert target["legendFormat"]
-    assert len(places) == len(PANELS)
+    assert len(positions) == len(PANELS)
 
 
-def test_each_alert_says_what_is_wrong():
+def test_alerts_have_a_severity_and_a_summary():
     assert len({rule["alert"] for rule in RULES}) == len(RULES)
     for rule in RULES:
         assert set(rule) == {"alert", "expr", "for", "labels", "annotations"}
@@ -54,7 +56,7 @@ def test_each_alert_says_what_is_wrong():
         assert rule["expr"].count("(") == rule["expr"].count(")")
 
 
-def test_what_is_mounted_is_there():
+def test_mounted_files_exist():
     compose = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())
     for service in compose["services"].values():
         for volume in service.get("volumes", []):
@@ -76,7 +78,7 @@ LABEL = re.compile(r'(\w+)=~?"([^"$]+)"')
 
 
 def used_labels() -> set[tuple[str, str]]:
-    """Names and values that expressions ask metrics for."""
+    """(name, value) of every label that an expression selects."""
     expressions = [target["expr"] for panel in PANELS for target in panel["targets"]]
     expressions += [rule["expr"] for rule in RULES]
     return {
@@ -84,13 +86,13 @@ def used_labels() -> set[tuple[str, str]]:
         for expression in expressions
         for name, values in LABEL.findall(expression)
         for value in values.split("|")
-        if name != "job"  # Prometheus's own
+        if name != "job"  # a label of Prometheus itself
     }
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool on PATH")
-def test_promtool_takes_the_panels(tmp_path):
-    """As rules, with Grafana's variables filled in."""
+def test_promtool_accepts_the_panels(tmp_path):
+    """The panels' expressions as rules, with Grafana's variables replaced."""
     rules = [
         {
             "record": f"panel_{panel['id']}_{i}",
@@ -105,7 +107,7 @@ def test_promtool_takes_the_panels(tmp_path):
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool on PATH")
-def test_promtool_takes_the_rules():
+def test_promtool_accepts_the_rules():
     for arguments in (
         ["check", "rules", DEPLOY / "prometheus/alerts.yml"],
         ["check", "config", "--syntax-only", DEPLOY / "prometheus/prometheus.yml"],

@@ -1,4 +1,6 @@
-"""One Triton Server for all server tests, with two models: a roomy one and a cramped one."""
+"""One Triton Server for all server tests, with two models: one with room and a cramped one."""
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,17 +10,18 @@ from tritium.backend.host.serve import TritonServer
 from tritium.kernels import cpu
 from tritium.loadtests.harness import Server, complete, free_ports, until, write_model
 
-# What dtype auto is: in bfloat16 by C, and in float32, the same greedy text alone and in any batch.
-KV_BYTES = 23040 if cpu.library() else 46080  # a token
+# dtype auto is bfloat16 if the C kernels are available, else float32. With both, the greedy text of
+# a prompt is the same alone and in any batch.
+KV_BYTES = 23040 if cpu.is_available() else 46080  # per token
 
-# Limits that tests can reach: 2 run, 4 wait, and the KV cache holds 256 tokens.
+# Limits that tests can reach: 2 sequences run, 4 wait, and the KV cache holds 512 tokens.
 CRAMPED = {
     "max_num_seqs": 2,
     "max_queue_size": 4,
     "max_num_batched_tokens": 64,
     "max_output_tokens": 240,
     "kv_cache_memory": 512 * KV_BYTES,
-    "prefix_cache": "off",  # else equal prompts share blocks, and all fit
+    "prefix_cache": "off",  # with it, equal prompts would share blocks and all would fit
 }
 
 TEMPLATE_WITH_TOOLS = (
@@ -29,9 +32,16 @@ TEMPLATE_WITH_TOOLS = (
 )
 
 
+def pytest_collection_modifyitems(items):
+    """Mark every test of this folder with `server`."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.server)
+
+
 @pytest.fixture(scope="session")
 def tiny_weights(tokenizer, tmp_path_factory):
-    """A model that costs next to nothing, with SmolLM2's tokenizer and a template with tools."""
+    """A tiny, fast model with SmolLM2's tokenizer and a chat template that supports tools."""
     directory = tmp_path_factory.mktemp("tiny_weights")
     tokenizer._hf.save_pretrained(directory)
     (directory / "chat_template.jinja").write_text(TEMPLATE_WITH_TOOLS)
@@ -61,7 +71,7 @@ def repository(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def server(repository, tmp_path_factory):
-    """The running server. Models are loaded explicitly, so that tests can add their own."""
+    """The running server. It loads models on demand, so tests can add their own."""
     http, grpc, metrics = free_ports(3)
     log = tmp_path_factory.mktemp("log") / "server.log"
     with (
@@ -90,8 +100,8 @@ def server(repository, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def server_goes_on(server):
-    """After each test both models must be idle, hold no block, and answer."""
+def server_stays_usable(server):
+    """After each test, both models must be idle, hold no KV blocks, and answer."""
     yield
     for model in ("smollm2", "cramped"):
         for gauge in ("kv_blocks_used", "requests_running", "requests_waiting"):

@@ -1,4 +1,4 @@
-"""Hypothesis strategies: what requests are made of, right and wrong."""
+"""Hypothesis strategies for the parts of requests, valid and invalid."""
 
 import json
 import math
@@ -16,7 +16,7 @@ ODD_TEXTS = [
     "\0",
     " ",
     "a\0b",
-    "\ud800",  # no character: bytes that are not UTF-8, or a lone surrogate's escape in JSON
+    "\ud800",  # a lone surrogate: invalid UTF-8 as bytes, an escape in JSON
     "a\udfffb",
     "\ufeff",
     "😀",
@@ -84,7 +84,7 @@ plain_schemas = st.sampled_from(
 
 
 def keywords(children: st.SearchStrategy[Any]) -> dict[str, st.SearchStrategy[Any]]:
-    """Of JSON schemas, and what stands there in right ones."""
+    """Keywords of JSON schemas, with valid values."""
     by_name = st.dictionaries(names, children, max_size=2)
     some = st.lists(children, max_size=2)
     sizes = st.integers(0, 4)
@@ -114,7 +114,7 @@ def keywords(children: st.SearchStrategy[Any]) -> dict[str, st.SearchStrategy[An
 
 
 def objects(fields: dict[str, st.SearchStrategy[Any]], odds: int) -> st.SearchStrategy[Any]:
-    """Some of the fields, one in `odds` of them with any value."""
+    """Up to 4 of the fields; one in `odds` has an arbitrary value."""
 
     def value_of(name: str) -> st.SearchStrategy[Any]:
         return one_in(odds).flatmap(lambda odd: values if odd else fields[name])
@@ -138,10 +138,10 @@ def deep_schema(key: str, depth: int) -> str:
     return f'{{"{key}":{before}' * depth + "{}" + f"{after}}}" * depth
 
 
-json_forms = schemas | schemas.map(json.dumps) | nested
-forms = objects(
+json_constraints = schemas | schemas.map(json.dumps) | nested
+constraints = objects(
     {
-        "json": json_forms,
+        "json": json_constraints,
         "regex": regexes,
         "choice": st.lists(texts, max_size=3),
         "grammar": grammars,
@@ -154,8 +154,8 @@ forms = objects(
     },
     odds=8,
 )
-one_form = (
-    json_forms.map(lambda schema: {"json": schema})
+valid_constraints = (
+    json_constraints.map(lambda schema: {"json": schema})
     | regexes.map(lambda regex: {"regex": regex})
     | st.lists(words, min_size=1, max_size=3).map(lambda choice: {"choice": choice})
     | grammars.map(lambda grammar: {"grammar": grammar})
@@ -163,7 +163,7 @@ one_form = (
 token_ids = st.integers(0, 49151)
 lists_of_tokens = st.lists(token_ids, max_size=4)
 floats = st.floats(-2, 2)
-# What is right of every sampling parameter.
+# Valid values of every sampling parameter.
 SAMPLING: dict[str, st.SearchStrategy[Any]] = {
     "n": st.integers(1, 4),
     "temperature": st.sampled_from([0, 1e-300, 1e-5, 1, 100]) | st.floats(0, 100),
@@ -189,7 +189,7 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
     "truncate_prompt_tokens": st.integers(-1, 9),
     "lora_name": texts,
     "priority": st.integers(-(2**31), 2**31 - 1),
-    "structured_outputs": one_form | forms,
+    "structured_outputs": valid_constraints | constraints,
     "repetition_detection": objects(
         {
             "max_pattern_size": st.integers(0, 9),
@@ -200,15 +200,15 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
     ),
     "trim_blanks": st.booleans(),
     "speculative": st.just(False),
-    # Other names of those, and names that are refused.
-    "guided_decoding": one_form | forms,
-    "guided_json": json_forms,
+    # Aliases, and names that are refused.
+    "guided_decoding": valid_constraints | constraints,
+    "guided_json": json_constraints,
     "guided_regex": regexes,
     "guided_choice": st.lists(texts, max_size=3),
     "guided_grammar": grammars,
     "guided_json_object": st.booleans(),
     "guided_": values,
-    "response_format": json_forms.map(
+    "response_format": json_constraints.map(
         lambda schema: {"type": "json_schema", "json_schema": {"schema": schema}}
     )
     | objects({"type": st.sampled_from(["text", "json_object", "x"]), "json_schema": values}, 4),
@@ -238,13 +238,13 @@ choices = st.sampled_from(["none", "auto", "required", '"required"']) | names.ma
 
 
 def as_text(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[str]:
-    """JSON of a kind, now and then of any kind, or none."""
-    right, odd = strategy.map(json.dumps), values.map(json.dumps) | texts
-    return one_in(12).flatmap(lambda is_odd: odd if is_odd else right)
+    """The value as JSON text; one in 12 is another value or not JSON."""
+    valid, odd = strategy.map(json.dumps), values.map(json.dumps) | texts
+    return one_in(12).flatmap(lambda is_odd: odd if is_odd else valid)
 
 
 prompts = st.sampled_from(["The capital of France is", "1 2 3 4"]) | words | texts
-# By the names of tensors: texts of right ones and of wrong ones.
+# Valid and invalid texts, by the name of the tensor.
 TEXTS = {
     "text_input": prompts,
     "messages": as_text(messages),
@@ -263,7 +263,7 @@ FLAGS = [spec.name for spec in INPUTS if spec.data_type == "TYPE_BOOL"]
 
 @st.composite
 def inputs(draw: st.DrawFn) -> dict[str, Any]:
-    """Mostly a prompt in one way, sampling parameters, and some others."""
+    """Usually one kind of prompt, sampling parameters, and some other inputs."""
     chosen = {draw(st.sampled_from(["text_input", "messages"]))}
     chosen |= draw(st.sets(st.just("sampling_parameters")))
     if draw(one_in(2)):
@@ -279,7 +279,7 @@ def inputs(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def encode(text: str) -> bytes:
-    """Bytes that are not UTF-8 where the text has a surrogate."""
+    """UTF-8, except that a surrogate gives bytes that are not UTF-8."""
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -299,7 +299,7 @@ class Tensor:
 class GrpcRequest:
     tensors: dict[str, Tensor]
     parameters: dict[str, Any]
-    raw: list[bytes]  # stand in place of the tensors' elements
+    raw: list[bytes]  # replace the elements of the tensors, unless empty
 
     def message(self, model: str) -> service_pb2.ModelInferRequest:
         request = service_pb2.ModelInferRequest(model_name=model)
@@ -384,7 +384,7 @@ def http_requests(draw: st.DrawFn) -> HttpRequest:
         keys = texts | st.sampled_from([*TEXTS, *NUMBERS, *FLAGS])
         body |= draw(st.dictionaries(keys, values, max_size=3))
     body["return_error_code"] = True
-    # Lone surrogates become escapes, or bytes that are not UTF-8.
+    # Lone surrogates become escapes or bytes that are not UTF-8.
     text = encode(json.dumps(body, ensure_ascii=draw(st.booleans())))
     if draw(one_in(10)):
         cut = draw(st.integers(0, len(text)))

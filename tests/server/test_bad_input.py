@@ -1,4 +1,4 @@
-"""Bad input: the right code, a message that names the field, and the server goes on."""
+"""Bad input gets the right code and a message that names the field; the server stays usable."""
 
 import json
 
@@ -78,14 +78,14 @@ def test_sampling_parameters(server, sampling, words, stream):
     assert all(word in message for word in words), message
 
 
-def test_the_same_errors_through_http(server):
+def test_same_errors_over_http(server):
     status, body = server.http("models/smollm2/generate", {"text_input": PROMPT, "temperature": -1})
     assert status == 400
     assert "temperature" in json.loads(body)["error"]
 
 
-# Text that is none, in JSON for /generate: bytes that are not UTF-8, and halves of characters.
-BROKEN_BODIES = [
+# JSON for /generate with invalid text: bytes that are not UTF-8, and lone surrogates.
+INVALID_BODIES = [
     (b'{"text_input": "caf\xe9"}', ["text_input", "UTF-8"]),
     (b'{"text_input": "a\xed\xa0\x80"}', ["text_input", "UTF-8"]),  # U+D800
     (b'{"text_input": "a", "lora_name": "\xff"}', ["parameters", "UTF-8"]),
@@ -97,21 +97,21 @@ BROKEN_BODIES = [
 ]
 
 
-def check_broken_body(server, model, endpoint, body, words):
+def check_invalid_body(server, model, endpoint, body, words):
     status, message = server.http(f"models/{model}/{endpoint}", body)
-    # Triton Server 2.51 says 500 of JSON that it can't read by itself.
+    # Triton Server 2.51 answers 500 to JSON that it cannot parse itself.
     assert status == 400 or (status == 500 and "parse the request JSON" in message), message
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize(("body", "words"), BROKEN_BODIES)
+@pytest.mark.parametrize(("body", "words"), INVALID_BODIES)
 @pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
-def test_broken_text_through_http(server, endpoint, body, words):
-    check_broken_body(server, "smollm2", endpoint, body, words)
+def test_invalid_text_over_http(server, endpoint, body, words):
+    check_invalid_body(server, "smollm2", endpoint, body, words)
 
 
 @pytest.mark.parametrize("sampling", ['{"stop": "\\ud800"}', '{"\\udfff": 1}'])
-def test_half_a_character_inside_of_sampling_parameters(server, sampling):
+def test_lone_surrogate_in_sampling_parameters(server, sampling):
     body = {"text_input": PROMPT, "sampling_parameters": sampling}
     status, message = server.http("models/smollm2/generate", body)
     assert status == 400
@@ -120,13 +120,13 @@ def test_half_a_character_inside_of_sampling_parameters(server, sampling):
 
 
 @pytest.mark.parametrize("tensors", [{"image": "aGk="}, {"embedding_request": "{}"}])
-def test_not_supported(server, tensors):
+def test_unsupported_tensors(server, tensors):
     status, message = error_of(server, PROMPT, **tensors)
     assert status == "UNIMPLEMENTED"
     assert next(iter(tensors)) in message
 
 
-def test_not_supported_yet(server):
+def test_unsupported_sampling_parameter(server):
     status, message = error_of(server, PROMPT, sampling={"best_of": 3})
     assert status == "UNIMPLEMENTED"
     assert "best_of" in message
@@ -137,7 +137,7 @@ def test_prompts_around_max_model_len(server, tokenizer, over):
     text = " hello" * (8192 + over)
     assert len(tokenizer.encode(text)) == 8192 + over
     if over == -1:
-        # Costs a prefill of 8,191 tokens; the answer has place for one.
+        # A prefill of 8,191 tokens, which leaves room for an answer of one token.
         (response,) = collect(
             server,
             text,
@@ -155,13 +155,13 @@ def test_prompts_around_max_model_len(server, tokenizer, over):
         assert "8192" in message
 
 
-def test_a_prompt_of_2_mb(server):
+def test_prompt_of_2_mb(server):
     status, message = error_of(server, "hello " * 350_000)
     assert status == "INVALID_ARGUMENT"
     assert "8192" in message
 
 
-def test_what_can_never_fit_in_the_kv_cache(server):
+def test_request_larger_than_the_kv_cache(server):
     status, message = error_of(
         server, " hello" * 450, model="cramped", sampling={"max_tokens": 100}
     )
@@ -171,10 +171,10 @@ def test_what_can_never_fit_in_the_kv_cache(server):
     assert "512" in message
 
 
-def test_a_tensor_of_the_wrong_type(server):
+def test_tensor_of_the_wrong_type(server):
     _, message = error_of(server, None, text_input=True)
     assert "text_input" in message
 
 
-def test_it_still_answers(server):
+def test_server_still_answers(server):
     assert complete(server, PROMPT).startswith(" Paris")

@@ -1,4 +1,4 @@
-"""The bill through a real server: identity, tokens, metrics, logs, all from the ledger's file."""
+"""Billing through a real server: sums, tokens, metrics and logs, from the ledger file alone."""
 
 import json
 import random
@@ -29,18 +29,18 @@ from tritium.loadtests.harness import (
 LINES = ("search", "ads", "mail", "maps", "shop")
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 NUM_REQUESTS = 200
-# What the ledger calls an error with this code.
+# The ledger's outcome for each error code.
 CODES = {"INVALID_ARGUMENT": "invalid_arg", "UNAVAILABLE": "unavailable"}
 
 
 @pytest.fixture(scope="module")
 def ledger_path(tmp_path_factory):
-    return tmp_path_factory.mktemp("ledger") / "made by the server"
+    return tmp_path_factory.mktemp("ledger") / "created by the server"
 
 
 @pytest.fixture(scope="module")
 def model(server, repository, tiny_weights, ledger_path):
-    """So little memory that requests are preempted, and all that the bill can have."""
+    """A model with every billing option, and so little KV memory that requests are preempted."""
     write_model(
         repository,
         "billed",
@@ -57,7 +57,7 @@ def model(server, repository, tiny_weights, ledger_path):
         price_per_hour=3600,
         log_format="json",
     )
-    (repository / "billed/1/model.py").write_text(MODEL_PY)  # steps fail where a seed says so
+    (repository / "billed/1/model.py").write_text(MODEL_PY)  # steps fail for certain seeds
     with grpcclient.InferenceServerClient(server.grpc_url) as control:
         control.load_model("billed")
         yield "billed"
@@ -75,14 +75,14 @@ def read(ledger_path, table: str) -> list[dict]:
 
 
 class Traffic:
-    """Mixed requests of five lines, as their clients see them."""
+    """Mixed requests of five business lines, counted as the clients see them."""
 
     def __init__(self, server: Server, model: str) -> None:
         self._server = server
         self._model = model
-        self.output_tokens: Counter[str] = Counter()  # of those that were answered, by line
-        self.cancelled_tokens = 0  # that came before
-        self.outcomes: Counter[str] = Counter()  # as the ledger calls them
+        self.output_tokens: Counter[str] = Counter()  # of answered requests, by business line
+        self.cancelled_tokens = 0  # received before the cancellation
+        self.outcomes: Counter[str] = Counter()  # by the ledger's names
 
     def run(self, number: int) -> None:
         rng = random.Random(number)
@@ -110,7 +110,7 @@ class Traffic:
             case 7 | 17:
                 sampling |= {"n": 2, "temperature": 1}
             case 9 | 10:
-                # Two at once are more than may wait.
+                # Two such requests at once exceed the queue.
                 sampling |= {"n": 8, "temperature": 1, "max_tokens": 4}
         responses = collect(self._server, prompt, **options)
         last = responses[-1]
@@ -122,7 +122,7 @@ class Traffic:
         assert usage["output_tokens"] == received
         assert usage["cost"] == pytest.approx(
             (usage["prefill_ms"] + usage["decode_ms"]) / 1e3, abs=2e-6
-        )  # at 3,600 an hour
+        )  # at a price of 3,600 per hour
         assert usage["peak_kv_bytes"] >= usage["peak_own_kv_bytes"] > 0
         assert usage["kv_block_seconds"] > 0
         self.output_tokens[line] += received
@@ -133,7 +133,7 @@ class Traffic:
             responses = iter(stream)
             first = next(responses)
             if first.error:
-                assert not list(responses)  # to the stream's end
+                assert not list(responses)  # the stream ends here
                 self.outcomes[CODES[first.code]] += 1
             else:
                 stream.cancel()
@@ -150,7 +150,7 @@ def test_the_bill_adds_up(server, model, ledger_path, capsys):
     until(lambda: read(ledger_path, "totals")[-1]["is_quiet"])
     rows, totals = read(ledger_path, "requests"), read(ledger_path, "totals")[-1]
 
-    # Of each kind there was something.
+    # Every outcome occurred.
     outcomes = Counter(row["outcome"] for row in rows)
     assert outcomes == traffic.outcomes
     never_fit = outcomes["invalid_arg"] - 10
@@ -161,7 +161,7 @@ def test_the_bill_adds_up(server, model, ledger_path, capsys):
     preemptions = sum(row["preemptions"] for row in rows)
     assert preemptions > 0
 
-    # To the nanosecond, from the file alone.
+    # The sum is exact to the nanosecond, from the file alone.
     lines = sum(row["prefill_ns"] + row["decode_ns"] for row in rows)
     accounts = ("warmup", "preemption", "fault", "overrun", "open")
     system = sum(totals[f"{account}_ns"] for account in accounts)
@@ -173,7 +173,7 @@ def test_the_bill_adds_up(server, model, ledger_path, capsys):
     held = sum(row["kv_block_seconds"] for row in rows)
     assert held == pytest.approx(totals["kv_block_ns"] / 1e9, rel=1e-9)
 
-    # Tokens: ledger == clients == metrics.
+    # The ledger, the clients and the metrics count the same tokens.
     tokens: Counter[str] = Counter()
     for row in rows:
         if row["outcome"] == "length":
@@ -213,7 +213,7 @@ def _label(row: dict) -> str:
     return row["business_line"] if row["business_line"] in LINES[:3] else "other"
 
 
-def test_a_step_that_failed_is_on_an_account_of_the_system(server, model, ledger_path, capsys):
+def test_failed_step_is_charged_to_a_system_account(server, model, ledger_path, capsys):
     (response,) = collect(
         server, "Hello", model=model, sampling={"seed": FAILS}, business_line="unlucky"
     )
@@ -226,8 +226,8 @@ def test_a_step_that_failed_is_on_an_account_of_the_system(server, model, ledger
     assert "system: 0 ns" in capsys.readouterr().out
 
 
-def test_usage_waits_for_the_engine_s_last_word(server, model, ledger_path):
-    """Where a stop string ends the answer the engine knows it later; the bill is the ledger's."""
+def test_usage_waits_for_the_engine(server, model, ledger_path):
+    """The engine learns later that a stop string ended the answer; usage equals the ledger."""
     prompt = "The capital of France is"
     greedy = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
     text = complete(server, prompt, model=model, sampling=greedy)
@@ -258,7 +258,7 @@ def _row(ledger_path, business_line: str) -> dict:
     return row
 
 
-def test_a_trace_id_reaches_ledger_and_log(server, model, ledger_path):
+def test_trace_id_reaches_ledger_and_log(server, model, ledger_path):
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
         results: list = []
         client.start_stream(lambda result, error: results.append(error or result))
@@ -267,7 +267,7 @@ def test_a_trace_id_reaches_ledger_and_log(server, model, ledger_path):
         client.async_stream_infer(
             model,
             [text],
-            request_id="from afar",
+            request_id="of the client",
             parameters={
                 "traceparent": f"00-{TRACE_ID}-00f067aa0ba902b7-01",
                 "business_line": "traced",
@@ -277,7 +277,7 @@ def test_a_trace_id_reaches_ledger_and_log(server, model, ledger_path):
         until(lambda: bool(results))
         client.stop_stream()
     row = _row(ledger_path, "traced")
-    assert (row["trace_id"], row["request_id"]) == (TRACE_ID, "from afar")
+    assert (row["trace_id"], row["request_id"]) == (TRACE_ID, "of the client")
     lines = [line for line in server.log.read_text().splitlines() if TRACE_ID in line]
     (line,) = lines
     logged = json.loads(line)
@@ -286,8 +286,8 @@ def test_a_trace_id_reaches_ledger_and_log(server, model, ledger_path):
         assert logged[name] == row[name]
 
 
-def test_a_killed_stub_loses_at_most_the_last_seconds(tiny_weights, tmp_path, capsys):
-    """On a server of its own: Triton Server 2.51 does not unload such a model."""
+def test_killed_stub_loses_at_most_the_last_two_seconds(tiny_weights, tmp_path, capsys):
+    """Uses its own server: Triton Server 2.51 cannot unload a model whose stub was killed."""
     write_model(
         tmp_path,
         "killed",
@@ -297,7 +297,7 @@ def test_a_killed_stub_loses_at_most_the_last_seconds(tiny_weights, tmp_path, ca
         ledger_path=tmp_path / "ledger",
     )
     http, grpc, metrics = free_ports(3)
-    answered: list[float] = []  # when
+    answered: list[float] = []  # time of each answer
     with (tmp_path / "log").open("wb") as log, ThreadPoolExecutor(4) as pool:
         running = TritonServer(tmp_path, http, grpc, metrics, log=log)
         running.start()

@@ -1,4 +1,4 @@
-"""The client and its command line through a real Triton Server, over gRPC and HTTP."""
+"""The client and its command line against a real Triton Server, over gRPC and HTTP."""
 
 import os
 import re
@@ -27,7 +27,7 @@ def client(server, request) -> Client:
 
 @pytest.fixture
 def next_cancellation(server):
-    """Waits until the server has counted a cancelled request; fails if it doesn't soon."""
+    """Waits until the server has counted one more cancelled request; fails after 5 seconds."""
 
     def cancelled() -> float:
         with urlopen(f"{server.metrics_url}/metrics") as response:
@@ -43,13 +43,13 @@ def next_cancellation(server):
     def wait() -> None:
         deadline = time.monotonic() + 5
         while cancelled() == before:
-            assert time.monotonic() < deadline, "not cancelled on the server"
+            assert time.monotonic() < deadline, "the server did not cancel the request"
             time.sleep(0.1)
 
     return wait
 
 
-def test_deltas_add_up_to_the_whole(client):
+def test_deltas_add_up_to_the_whole_answer(client):
     deltas = list(client.stream(PROMPT, sampling=GREEDY))
     whole = client.generate(PROMPT, sampling=GREEDY)
     assert "".join(delta.text for delta in deltas) == whole.text
@@ -87,7 +87,7 @@ def test_stop_ends_an_answer(client):
     assert answer.finish_reason == "stop"
 
 
-def test_eight_threads_on_one_client(client):
+def test_eight_threads_share_one_client(client):
     def lengths(n: int) -> tuple[int, int]:
         answer = client.generate("word " * n, sampling=GREEDY | {"max_tokens": n})
         return answer.usage.prompt_tokens, answer.usage.output_tokens
@@ -128,9 +128,13 @@ def test_break_cancels(client, next_cancellation):
 
 
 def test_exception_cancels(client, next_cancellation):
-    with pytest.raises(KeyError), client.stream("Hi", sampling=ENDLESS) as stream:
-        next(stream)
-        raise KeyError
+    def read() -> None:
+        with client.stream("Hi", sampling=ENDLESS) as stream:
+            next(stream)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        read()
     next_cancellation()
 
 

@@ -1,4 +1,4 @@
-"""The contract of vLLM's Triton backend, through the real Triton Server."""
+"""The contract of vLLM's Triton backend, through a real Triton Server."""
 
 import itertools
 import json
@@ -40,7 +40,8 @@ def test_config_has_every_tensor_of_the_contract(server):
 
 
 def test_readiness(server):
-    until(lambda: server.http("health/ready")[0] == 200)  # not while another model is unloaded
+    # The server is not ready while another model is being unloaded.
+    until(lambda: server.http("health/ready")[0] == 200)
     assert server.http("models/smollm2/ready")[0] == 200
     assert server.http("models/unknown/ready")[0] != 200
 
@@ -48,7 +49,7 @@ def test_readiness(server):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("logprobs", [None, 0, 2])
 @pytest.mark.parametrize("flags", [*itertools.combinations(FLAGS, 1), (), FLAGS], ids="+".join)
-def test_optional_outputs_come_when_asked_for(server, stream, logprobs, flags):
+def test_optional_outputs_come_on_request(server, stream, logprobs, flags):
     responses = collect(
         server,
         PROMPT,
@@ -94,14 +95,14 @@ def test_echo_without_streaming_unless_excluded(server, exclude):
 
 
 @pytest.mark.parametrize("exclude", [None, True])
-def test_a_stream_has_only_deltas(server, exclude):
+def test_stream_has_only_deltas(server, exclude):
     tensors = {} if exclude is None else {"exclude_input_in_output": exclude}
     responses = collect(server, PROMPT, sampling=GREEDY, stream=True, **tensors)
     assert len(responses) > 1
     assert responses[0].text == " Paris"
 
 
-def test_a_stream_that_wants_the_input_is_an_error(server):
+def test_stream_with_the_input_is_an_error(server):
     (response,) = collect(server, PROMPT, stream=True, exclude_input_in_output=False)
     assert response.error == FULL_STREAM_ERROR
     _, body = server.http(
@@ -122,7 +123,7 @@ def test_16_tokens_by_default(server, sampling):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_token_is_one_response(server, stream):
+def test_one_token_makes_one_response(server, stream):
     responses = collect(
         server,
         PROMPT,
@@ -142,7 +143,7 @@ def test_parameters_by_every_route(server):
     flat = json.loads(server.http("models/smollm2/generate", {**body, **GREEDY})[1])
     nested = json.loads(server.http("models/smollm2/generate", {**body, "parameters": GREEDY})[1])
     assert flat["text_output"] == nested["text_output"] == expected
-    # The tensor replaces the parameters: max_tokens 2 does not count, nor does temperature 0.
+    # The tensor replaces the request's parameters, so max_tokens 2 has no effect.
     both = {**body, "max_tokens": 2, "sampling_parameters": json.dumps(GREEDY)}
     assert json.loads(server.http("models/smollm2/generate", both)[1])["text_output"] == expected
 
@@ -167,7 +168,7 @@ def test_false_as_a_string_is_false(server):
 
 def test_stop_strings(server):
     text = complete(server, "List five fruits:\n1.", sampling={"temperature": 0, "max_tokens": 40})
-    stop = text[9:14]  # spans tokens
+    stop = text[9:14]  # spans several tokens
     before = text[: text.index(stop)]
     for sampling in ({"stop": stop}, {"stop": ["never", stop]}):
         for stream in (False, True):
@@ -194,10 +195,10 @@ def test_stop_strings(server):
     assert json.loads(generated)["text_output"] == before
 
 
-def test_top_k_off_and_greedy_ways(server):
+def test_top_k_off_and_greedy_settings(server):
     greedy = complete(server, PROMPT, sampling=GREEDY)
-    for greedy_way in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        assert complete(server, PROMPT, sampling={"max_tokens": 8, **greedy_way}) == greedy
+    for setting in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        assert complete(server, PROMPT, sampling={"max_tokens": 8, **setting}) == greedy
     for seed in range(2):
         texts = {
             complete(server, PROMPT, sampling={"max_tokens": 8, "seed": seed, "top_k": top_k})

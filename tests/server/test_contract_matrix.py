@@ -1,6 +1,6 @@
-"""Which outputs come and what is in them: stream x return flags x logprobs, all of them.
+"""Which outputs a response has, and their values: every combination of stream, flags and logprobs.
 
-All requests run at once, before the tests look at their responses.
+All requests run concurrently, before the tests check the responses.
 """
 
 import itertools
@@ -26,7 +26,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def answers(server):
-    """The responses of every case. What is not to be returned is left out or explicitly false."""
+    """The responses of every case. A flag that is off is absent or explicitly false."""
     rng = random.Random(0)
 
     def answer(case):
@@ -54,8 +54,8 @@ def answers(server):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def server_goes_on(server):
-    """Once for all, instead of after each test."""
+def server_stays_usable(server):
+    """Checked once per module instead of after each test."""
     yield
     until(lambda: server.metric("kv_blocks_used") == 0)
 
@@ -100,7 +100,7 @@ def check_logprobs(per_response, logprobs, counts, sums):
     if counts:
         assert [len(elements) for elements in per_response] == counts
     for token in tokens:
-        # The greedy choice is among the top ones.
+        # The greedy choice is one of the top tokens.
         assert sorted(chosen["rank"] for chosen in token.values()) == list(
             range(1, max(logprobs, 1) + 1)
         )

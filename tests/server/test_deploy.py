@@ -1,4 +1,4 @@
-"""Every metric that a panel or an alert of deploy/ uses is there in a live scrape."""
+"""A live scrape has every metric that the panels and alerts of deploy/ use."""
 
 from tests.test_deploy import used_labels, used_metrics
 from tritium.loadtests.harness import complete, until

@@ -1,4 +1,4 @@
-"""How it ends while streams are open: an unloaded model, a stopped server, a killed process."""
+"""Open streams when a model is unloaded, the server is stopped, or a process is killed."""
 
 import sqlite3
 import time
@@ -28,7 +28,7 @@ def models(tmp_path):
 
 @pytest.fixture
 def start(models, tmp_path):
-    """Starts a server of its own with these models; (server, client's address)."""
+    """Starts a separate server with these models; returns it and its gRPC address."""
     servers = []
 
     def start(*names: str) -> tuple[TritonServer, str]:
@@ -38,7 +38,7 @@ def start(models, tmp_path):
             servers.append(TritonServer(models, *ports, arguments, log=log))
             servers[-1].start()
         servers[-1].wait_until_ready(timeout=60)
-        time.sleep(1)  # until its models have seen that it is ready
+        time.sleep(1)  # its models must have seen that it is ready
         return servers[-1], f"localhost:{ports[1]}"
 
     yield start
@@ -59,7 +59,7 @@ def error_of(stream) -> GenerationError:
     return caught.value
 
 
-def test_what_a_stopped_server_has_left_ends_with_an_error_behind_drain_seconds(
+def test_stopped_server_ends_streams_with_an_error_after_drain_seconds(
     start, models, tiny_weights, tmp_path
 ):
     ledger = tmp_path / "ledger"
@@ -76,7 +76,9 @@ def test_what_a_stopped_server_has_left_ends_with_an_error_behind_drain_seconds(
     assert rows == [("shutdown",)] * 3
 
 
-def test_so_does_what_an_unloaded_model_has_left(start, models, tiny_weights):
+def test_unloaded_model_ends_its_streams_with_an_error_after_drain_seconds(
+    start, models, tiny_weights
+):
     for name in ("leaves", "stays"):
         write_model(models, name, model=tiny_weights, **PARAMETERS)
     _, address = start("leaves", "stays")
@@ -96,7 +98,7 @@ def stub_of(server: TritonServer, model: str) -> psutil.Process:
     return stub
 
 
-def test_a_server_whose_stub_is_killed_ends_and_so_do_the_streams(start, models, tiny_weights):
+def test_server_whose_stub_is_killed_exits_and_ends_its_streams(start, models, tiny_weights):
     write_model(models, "m", model=tiny_weights, **PARAMETERS)
     server, address = start("m")
     running = streams(address, "m")
@@ -106,7 +108,7 @@ def test_a_server_whose_stub_is_killed_ends_and_so_do_the_streams(start, models,
     assert server.process.wait(20) != 0
 
 
-def test_or_goes_on_with_its_other_models(start, models, tiny_weights):
+def test_server_without_exit_on_crash_serves_its_other_models(start, models, tiny_weights):
     for name in ("killed", "other"):
         write_model(models, name, model=tiny_weights, exit_on_crash="false", **PARAMETERS)
     server, address = start("killed", "other")

@@ -1,4 +1,4 @@
-"""Steps that fail or find no memory, a model that fails altogether."""
+"""Steps that fail or run out of memory, and a model whose steps all fail."""
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +23,7 @@ def control(server):
 
 @pytest.fixture(scope="module")
 def model(server, repository, control, tiny_weights):
-    """Two requests run at once; its steps fail where a seed says so."""
+    """A model with two slots, whose steps fail for certain seeds."""
     write_model(
         repository,
         "failing",
@@ -40,7 +40,7 @@ def model(server, repository, control, tiny_weights):
     until(lambda: not stubs_of(server, "failing") and server.http("health/ready")[0] == 200)
 
 
-def test_a_failing_step_ends_those_in_it_and_nobody_else(server, model):
+def test_failing_step_ends_only_its_own_requests(server, model):
     expected = complete(server, PROMPT, model=model, sampling=GREEDY)
     with (
         send(server, PROMPT, model=model, stream=True, sampling=ENDLESS) as beside,
@@ -62,7 +62,7 @@ def test_a_failing_step_ends_those_in_it_and_nobody_else(server, model):
     assert server.metric("requests_total", model, outcome="error") == 2
 
 
-def test_a_step_without_memory_is_tried_in_smaller_ones_and_no_request_is_lost(server, model):
+def test_step_without_memory_is_split_and_no_request_is_lost(server, model):
     prompts = [f"{PROMPT} {'very ' * number}" for number in (0, 20, 40, 80)]
     expected = [complete(server, prompt, model=model, sampling=GREEDY) for prompt in prompts]
     cramped = {"model": model, "sampling": GREEDY | {"seed": NO_MEMORY}}
@@ -72,14 +72,12 @@ def test_a_step_without_memory_is_tried_in_smaller_ones_and_no_request_is_lost(s
     assert "DefaultCPUAllocator: can't allocate memory" in server.log.read_text()
 
 
-def test_after_three_failures_in_a_row_the_model_serves_nothing_until_it_is_reloaded(
-    server, model, control
-):
+def test_model_refuses_requests_after_three_failures_until_it_is_reloaded(server, model, control):
     for _ in range(3):
         (response,) = collect(server, PROMPT, model=model, sampling={"seed": FAILS})
         assert response.code == "INTERNAL"
 
-    def is_refused() -> bool:  # the engine's thread ends just behind the third error
+    def is_refused() -> bool:  # the engine thread ends just after the third error
         (response,) = collect(server, PROMPT, model=model, sampling=GREEDY)
         return response.code == "UNAVAILABLE" and "serves nothing any more" in response.error
 
@@ -91,7 +89,7 @@ def test_after_three_failures_in_a_row_the_model_serves_nothing_until_it_is_relo
 def stubs_of(server, model: str) -> list[psutil.Process]:
     found = []
     for process in psutil.Process(server.process_id).children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it ends just now
+        with contextlib.suppress(psutil.Error):  # the process ends at this moment
             if any(f"/{model}/" in word for word in process.cmdline()):
                 found.append(process)
     return found

@@ -1,6 +1,6 @@
-"""Random requests of every kind: each gets an answer, or an error that says what is wrong with it.
+"""Random requests of every kind: each gets an answer, or an error that names its fault.
 
-The environment variable FUZZ_REQUESTS says how many. Those of one number are always the same.
+The environment variable FUZZ_REQUESTS sets their number; one number always gives the same requests.
 """
 
 import json
@@ -24,7 +24,7 @@ from tritium.client.types import GenerationError
 from tritium.loadtests.harness import Response, Stream, complete, send, until, write_model
 
 NUM_REQUESTS = int(os.environ.get("FUZZ_REQUESTS", "300"))
-TIMEOUT = 30  # seconds; for one request
+TIMEOUT = 30  # seconds per request
 LIMITS = {
     "max_model_len": 256,
     "max_num_seqs": 4,
@@ -34,7 +34,7 @@ LIMITS = {
     "kv_cache_memory": 64 * 16 * 512,  # 1,024 tokens
     "prefix_cache": "on",
 }
-# "": what Triton Server refuses by itself has no code.
+# "": errors by Triton Server itself have no code.
 ALLOWED = {"INVALID_ARGUMENT", "UNIMPLEMENTED", "UNAVAILABLE", ""}
 PROMPT = "The capital of France is"
 
@@ -48,15 +48,15 @@ def model(server, repository, tiny_weights):
         control.unload_model("fuzzed")
 
 
-def test_every_input_and_parameter_is_among_them():
+def test_strategies_cover_every_input_and_parameter():
     assert {*strategies.TEXTS, *strategies.NUMBERS, *strategies.FLAGS} == {
         spec.name for spec in INPUTS
     }
     assert {field.name for field in fields(SamplingParams)} <= set(strategies.SAMPLING)
 
 
-def test_each_gets_an_answer_or_an_error_of_its_own(server, model):
-    """And one that runs beside each of them gets the same answer as alone."""
+def test_each_request_gets_its_own_answer_or_error(server, model):
+    """A valid request that runs beside each of them gets the same answer as alone."""
     greedy = {"temperature": 0, "max_tokens": 8}
     alone = complete(server, PROMPT, model=model, sampling=greedy)
 
@@ -88,20 +88,20 @@ def test_each_gets_an_answer_or_an_error_of_its_own(server, model):
 def check_grpc(server, model: str, request: GrpcRequest) -> None:
     responses = ask(server, model, request)
     if responses[-1].code == "DEADLINE_EXCEEDED":
-        # Seen once in thousands of streams, of a request that is answered otherwise.
+        # Seen once in thousands of streams, for a request that is answered at the next attempt.
         warnings.warn(f"no answer within {TIMEOUT} s to {request}", stacklevel=1)
         responses = ask(server, model, request)
     for response in responses:
         if response.error:
             check_error(response.code, response.error)
         else:
-            assert response.text is not None  # it is UTF-8
+            assert response.text is not None  # decodes as UTF-8
             check_outputs({name: t.tolist() for name, t in response.tensors.items()})
 
 
 def ask(server, model: str, request: GrpcRequest) -> list[Response]:
     with Stream(server.grpc_url, request.message(model), TIMEOUT) as stream:
-        return list(stream)  # one of them is final, and nothing comes after it
+        return list(stream)  # asserts that exactly the last one is final
 
 
 def check_http(server, model: str, request: HttpRequest) -> None:
@@ -110,7 +110,7 @@ def check_http(server, model: str, request: HttpRequest) -> None:
         with urllib.request.urlopen(url, request.body, TIMEOUT) as response:
             body = response.read().decode()
     except urllib.error.HTTPError as error:
-        # Triton Server shows parts of the request as they are.
+        # Triton Server quotes parts of the request unchanged.
         body = error.read().decode(errors="replace")
     for event in body.split("\n\n"):
         if event.strip():
@@ -124,7 +124,8 @@ def check_http(server, model: str, request: HttpRequest) -> None:
 
 def check_error(code: str, message: str) -> None:
     assert code in ALLOWED, (code, message)
-    assert "internal" not in message.lower() and "Traceback" not in message, message
+    assert "internal" not in message.lower(), message
+    assert "Traceback" not in message, message
 
 
 def check_outputs(outputs: dict[str, list[Any]]) -> None:
@@ -132,4 +133,4 @@ def check_outputs(outputs: dict[str, list[Any]]) -> None:
     assert all(map(math.isfinite, outputs.get("cumulative_logprob", [])))
     for name in ("logprobs", "prompt_logprobs", "usage"):
         for text in outputs.get(name, []):
-            json.loads(text, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
+            json.loads(text, parse_constant=pytest.fail)  # NaN and Infinity are not JSON

@@ -1,4 +1,4 @@
-"""Models that are loaded, unloaded, loaded again, or refused."""
+"""Loading, unloading and reloading models, and configurations that fail to load."""
 
 import time
 from pathlib import Path
@@ -19,13 +19,13 @@ def control(server):
 
 
 def processes_of(server) -> list[psutil.Process]:
-    """The server's and those of its models' stubs."""
+    """The server process and the stubs of its models."""
     process = psutil.Process(server.process_id)
     return [process, *process.children(recursive=True)]
 
 
 def unload(control, name: str) -> float:
-    """Unload a model and return how long that took."""
+    """Unload a model; returns the seconds it took."""
     started = time.monotonic()
     control.unload_model(name)
     while control.is_model_ready(name):
@@ -51,7 +51,7 @@ def test_load_and_unload_five_times(server, repository, control, tiny_weights):
     assert resident[-1] < resident[1] * 1.05, resident
 
 
-def test_a_model_is_unloaded_after_many_refusals(server, repository, control, tiny_weights):
+def test_unload_after_many_refused_requests(server, repository, control, tiny_weights):
     limits = {"kv_cache_memory": "1MiB", "max_model_len": 256}
     write_model(repository, "refusing", model=tiny_weights, **limits)
     control.load_model("refusing")
@@ -68,7 +68,7 @@ def test_a_model_is_unloaded_after_many_refusals(server, repository, control, ti
     until(lambda: state() == "UNAVAILABLE")
 
 
-def test_a_stream_that_runs_while_its_model_is_unloaded_is_completed(server, repository, control):
+def test_running_stream_completes_while_its_model_is_unloaded(server, repository, control):
     write_model(repository, "drained", kv_cache_memory="64MiB", max_model_len=512)
     control.load_model("drained")
     with send(
@@ -105,7 +105,7 @@ def test_a_stream_that_runs_while_its_model_is_unloaded_is_completed(server, rep
         ({"model": "package:no_such_package/x.gguf"}, ["no_such_package"]),
     ],
 )
-def test_a_wrong_parameter_is_a_load_error_that_names_it(
+def test_invalid_parameter_is_a_load_error_that_names_it(
     server, repository: Path, control, parameters, words
 ):
     write_model(repository, "wrong", **parameters)
@@ -115,7 +115,7 @@ def test_a_wrong_parameter_is_a_load_error_that_names_it(
     assert not control.is_model_ready("wrong")
 
 
-def test_a_batch_size_is_a_load_error(server, repository, control):
+def test_batch_size_is_a_load_error(server, repository, control):
     config = CONFIG.replace("max_batch_size: 0", "max_batch_size: 8")
     write_model(repository, "batched", config)
     with pytest.raises(InferenceServerException) as refused:

@@ -1,4 +1,4 @@
-"""Requests that name LoRA adapters, through the real Triton Server."""
+"""Requests that name LoRA adapters, through a real Triton Server."""
 
 import json
 
@@ -41,7 +41,7 @@ def model(server, repository, tmp_path_factory):
         control.unload_model("adapted")
 
 
-def test_adapters_answer_alone_and_at_once(server, model):
+def test_adapters_answer_the_same_alone_and_concurrently(server, model):
     names = [None, "first", "second"]
     alone = [complete(server, PROMPT, model=model, sampling=sampling(name)) for name in names]
     assert len(set(alone)) == 3
@@ -54,7 +54,7 @@ def test_adapters_answer_alone_and_at_once(server, model):
     assert texts == alone * 2
 
 
-def test_the_kv_of_an_adapter_is_no_other_s(server, model):
+def test_adapters_do_not_share_kv(server, model):
     prompt = "The kv of an adapter is " + PROMPT
 
     def num_cached_tokens(name: str | None) -> int:
@@ -68,7 +68,7 @@ def test_the_kv_of_an_adapter_is_no_other_s(server, model):
     assert all(num_cached_tokens(name) >= 16 for name in names)
 
 
-def test_unknown_adapters_are_refused_in_the_words_of_vllm_s_backend(server, model):
+def test_unknown_adapters_get_the_error_of_vllm_s_backend(server, model):
     message = "LoRA unavailable is not supported, we currently support ['first', 'second']"
     [response] = collect(server, PROMPT, model=model, sampling=sampling("unavailable"))
     assert (response.code, response.error) == ("INVALID_ARGUMENT", message)

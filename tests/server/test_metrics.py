@@ -1,4 +1,4 @@
-"""The metrics of vLLM's Triton backend, where the parameter REPORT_CUSTOM_METRICS wants them."""
+"""The metrics of vLLM's Triton backend, which the parameter REPORT_CUSTOM_METRICS enables."""
 
 import re
 
@@ -7,13 +7,13 @@ import tritonclient.grpc as grpcclient
 
 from tritium.loadtests.harness import collect, complete, until, write_model
 
-# Those of its own test, which wants 16 tokens of each.
+# The prompts of that backend's own test, which generates 16 tokens for each.
 PROMPTS = ["The most dangerous animal is", "The capital of France is", "The future of AI is"]
 NUM_TOKENS = 16
 
 
 def vllm_metrics(server, model: str) -> dict[str, float]:
-    """Values by name; those of buckets by name and bound."""
+    """Values by name; buckets by name and upper bound."""
     values = {}
     for line in server.metrics():
         match = re.fullmatch(r"(vllm:\w+)\{(.*)\} (\S+)", line)
@@ -24,7 +24,7 @@ def vllm_metrics(server, model: str) -> dict[str, float]:
     return values
 
 
-def test_they_are_absent_without_the_parameter(server):
+def test_metrics_are_absent_without_the_parameter(server):
     complete(server, PROMPTS[0], sampling={"max_tokens": 1})
     assert server.metric("requests_total", outcome="length") > 0
     assert not vllm_metrics(server, "smollm2")
@@ -46,14 +46,14 @@ def model(server, repository, tiny_weights):
         control.unload_model("counted")
 
 
-def test_they_count_exactly(server, model, tokenizer):
+def test_metrics_count_exactly(server, model, tokenizer):
     num_prompt_tokens = [len(tokenizer.encode(prompt)) for prompt in PROMPTS]
     sampling = {"temperature": "0", "top_p": "1", "ignore_eos": True}  # 16 tokens by default
     for stream, prompt in zip((False, True, True), PROMPTS, strict=True):
         responses = collect(server, prompt, model=model, stream=stream, sampling=sampling)
         assert not responses[-1].error
     (refused,) = collect(server, PROMPTS[0], model=model, sampling={"temperature": -1})
-    assert refused.error  # and not counted
+    assert refused.error  # refused requests are not counted
     expected = {
         "prompt_tokens_total": sum(num_prompt_tokens),
         "generation_tokens_total": 3 * NUM_TOKENS,
@@ -82,7 +82,7 @@ def test_they_count_exactly(server, model, tokenizer):
     for name in ("time_to_first_token", "time_per_output_token", "e2e_request_latency"):
         assert values[f"vllm:{name}_seconds_sum"] > 0
 
-    # Two answers to one prompt, which is computed once.
+    # Two answers to one prompt; the prompt is computed once.
     (response,) = collect(server, PROMPTS[0], model=model, sampling={**sampling, "n": 2})
     assert response.tensors["text_output"].shape == (2,)
     more = {
@@ -105,4 +105,4 @@ def check(server, model: str, expected: dict[str, float]) -> None:
         return {name: found[f"vllm:{name}"] for name in expected}
 
     until(lambda: values()["request_params_n_count"] == expected["request_params_n_count"])
-    assert values() == expected  # what is counted last is there
+    assert values() == expected  # request_params_n is counted last

@@ -1,4 +1,4 @@
-"""Tritium as a python-based backend: a model folder with three lines of config.pbtxt is enough."""
+"""Tritium as a Python-based backend: a model folder needs only three lines of config.pbtxt."""
 
 import json
 
@@ -27,7 +27,7 @@ def write(repository, name, model):
     (repository / name / "config.pbtxt").write_text(CONFIG % model)
 
 
-def test_it_loads_streams_and_unloads_twice(server, repository, control):
+def test_model_loads_streams_and_unloads_twice(server, repository, control):
     write(repository, "plugged", SMOLLM2)
     for _ in range(2):
         control.load_model("plugged")
@@ -45,7 +45,7 @@ def test_it_loads_streams_and_unloads_twice(server, repository, control):
         until(lambda: not control.is_model_ready("plugged"), timeout=30)
 
 
-def test_its_config_is_completed(server, repository, control):
+def test_config_is_completed(server, repository, control):
     write(repository, "completed", SMOLLM2)
     control.load_model("completed")
     completed, whole = (
@@ -54,6 +54,6 @@ def test_its_config_is_completed(server, repository, control):
     for key in ("input", "output", "model_transaction_policy", "max_batch_size"):
         assert completed[key] == whole[key]
     (group,) = completed["instance_group"]
-    assert group["count"] == 1  # one engine, not one a core
+    assert group["count"] == 1  # one engine, not one per core
     assert completed["backend"] == "tritium"
     control.unload_model("completed")

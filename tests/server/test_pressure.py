@@ -1,4 +1,4 @@
-"""More than the server can take: refusals, deadlines, classes, a KV cache that is far too small."""
+"""Overload: refused requests, deadlines, request classes, and a KV cache that is far too small."""
 
 import json
 import time
@@ -12,12 +12,12 @@ from tritium.loadtests.volley import volley
 
 LONG = {"max_tokens": 230, "ignore_eos": True, "temperature": 0}
 SHORT = {"max_tokens": 1, "temperature": 0}
-NUM_PLACES = 6  # of the cramped model: 2 run, 4 wait
+NUM_SLOTS = 6  # of the cramped model: 2 running, 4 waiting
 
 
 @pytest.fixture
 def busy(server):
-    """The cramped model with both places taken by streams, until they are cancelled."""
+    """Two streams that occupy the cramped model until they are cancelled."""
     streams = [send(server, f"Tell {i}", model="cramped", sampling=LONG, stream=True) for i in "ab"]
     for stream in streams:
         assert not stream.next().error
@@ -37,12 +37,12 @@ def counters(server, model="cramped") -> dict[str, float]:
 
 
 def changes(server, before: dict[str, float], **expected: float) -> None:
-    """Wait until the counters have grown by so much, and assert that the others have not."""
+    """Wait until the counters have grown by exactly `expected`; the others must be unchanged."""
     expected = {name: before[name] + expected.get(name, 0) for name in before}
     until(lambda: counters(server) == expected)
 
 
-def test_a_burst_is_taken_in_up_to_the_limit_and_the_rest_is_never_tokenised(server):
+def test_burst_is_accepted_up_to_the_limit_and_the_rest_is_never_tokenised(server):
     before = counters(server)
     sampling = {"max_tokens": 6, "ignore_eos": True, "temperature": 0}
     streams = [
@@ -53,7 +53,7 @@ def test_a_burst_is_taken_in_up_to_the_limit_and_the_rest_is_never_tokenised(ser
     refused = [response for response in responses if response.error]
     answered = [response for response in responses if not response.error]
     assert len(refused) + len(answered) == 40
-    assert len(answered) >= NUM_PLACES
+    assert len(answered) >= NUM_SLOTS
     assert all(response.tensors["num_output_tokens"].item() == 6 for response in answered)
     assert {response.code for response in refused} == {"UNAVAILABLE"}
     assert all(
@@ -64,19 +64,19 @@ def test_a_burst_is_taken_in_up_to_the_limit_and_the_rest_is_never_tokenised(ser
     changes(server, before, tokenized=len(answered), full=len(refused))
 
 
-def test_a_volley_sees_what_other_clients_do(server):
+def test_volley_gets_the_same_answers_and_refusals_as_other_clients(server):
     before = counters(server)
     answers = volley(server.http_url, [f"Say {i}" for i in range(12)], 6, model="cramped")
     refused = [answer for answer in answers if answer.error]
     answered = [answer for answer in answers if not answer.error]
-    assert len(answered) >= NUM_PLACES
+    assert len(answered) >= NUM_SLOTS
     assert all(sum(d.num_output_tokens for d in answer.deltas) == 6 for answer in answered)
     assert all(answer.error.startswith("UNAVAILABLE: queue_full") for answer in refused)
     assert all(answer.start < answer.first <= answer.end for answer in answers)
     changes(server, before, tokenized=len(answered), full=len(refused))
 
 
-def test_who_waits_beyond_its_deadline_leaves_the_queue_before_it_is_computed(server, busy):
+def test_request_that_waits_beyond_its_deadline_is_never_computed(server, busy):
     before = counters(server)
     (late,) = collect(server, "Wait", model="cramped", sampling=LONG, deadline_ms=200)
     assert late.code == "UNAVAILABLE"
@@ -84,7 +84,7 @@ def test_who_waits_beyond_its_deadline_leaves_the_queue_before_it_is_computed(se
     changes(server, before, tokenized=1, expired=1)
 
 
-def test_one_that_runs_ends_at_its_deadline_too(server):
+def test_running_request_ends_at_its_deadline(server):
     endless = {**LONG, "max_tokens": 2048}
     with send(server, "Tell", sampling=endless, stream=True, deadline_ms=1000) as stream:
         *answer, last = stream
@@ -92,7 +92,7 @@ def test_one_that_runs_ends_at_its_deadline_too(server):
     assert last.error == "deadline_ms: the answer was not complete within 1000 ms"
 
 
-def test_a_deadline_that_the_queue_can_not_meet_is_refused_at_once(server, busy):
+def test_deadline_shorter_than_the_queue_is_refused_at_once(server, busy):
     waiting = [send(server, f"W{i}", model="cramped", sampling=SHORT) for i in range(3)]
     until(lambda: server.metric("requests_waiting", "cramped") == 3)
     before = counters(server)
@@ -128,7 +128,7 @@ def test_interactive_requests_leave_the_queue_before_offline_ones(server, busy):
     assert len(order) == 4
 
 
-def test_an_interactive_request_does_not_wait_for_offline_ones_that_run(server):
+def test_interactive_request_preempts_a_running_offline_one(server):
     sampling = {**LONG, "max_tokens": 40}
     options = dict(model="cramped", sampling=sampling, stream=True, request_class="offline")
     alone = "".join(response.text for response in collect(server, "Tell me", **options))
@@ -146,9 +146,9 @@ def test_an_interactive_request_does_not_wait_for_offline_ones_that_run(server):
     until(lambda: server.metric("preemptions_total", "cramped") == before + 1)
 
 
-def test_clients_that_do_not_read_hold_up_nobody_and_lose_nothing(server):
+def test_clients_that_do_not_read_delay_no_other_request_and_lose_nothing(server):
     options = dict(model="cramped", sampling=LONG, stream=True, return_num_output_tokens=True)
-    silent = [send(server, f"Tell {i}", **options) for i in "ab"]  # both places
+    silent = [send(server, f"Tell {i}", **options) for i in "ab"]  # both slots
     (answer,) = collect(server, "Quick", model="cramped", sampling=SHORT)
     assert not answer.error
     until(lambda: server.metric("kv_blocks_used", "cramped") == 0)
@@ -159,10 +159,10 @@ def test_clients_that_do_not_read_hold_up_nobody_and_lose_nothing(server):
         assert sum(counts) == LONG["max_tokens"]
 
 
-# -- a KV cache of a tenth of what is wanted --
+# -- a KV cache of a tenth of the blocks needed --
 
 CAP = 2
-NUM_BLOCKS = 26  # 64 requests want 276
+NUM_BLOCKS = 26  # 64 requests need 276
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +184,8 @@ def tiny_pool(server, repository, tiny_weights):
         control.unload_model("tiny_pool")
 
 
-def test_with_a_tenth_of_the_blocks_all_finish_with_the_same_answers(server, tiny_pool):
-    """None is preempted more often than the cap, and short ones are not stuck behind long ones."""
+def test_all_requests_finish_with_the_same_answers_with_a_tenth_of_the_blocks(server, tiny_pool):
+    """No request is preempted more often than the cap; short ones do not wait for all long ones."""
     until(lambda: server.metric("kv_blocks", tiny_pool) == NUM_BLOCKS)
     ended: dict[int, float] = {}
 

@@ -1,4 +1,4 @@
-"""Traffic through the real server: replayed, reported, captured, replayed again."""
+"""Traffic through a real server: replayed, reported, captured, and replayed again."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ def ledger(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(server, repository, tiny_weights, captured, ledger):
-    """A fast model with a prefix cache, which records its traffic and has a ledger."""
+    """A fast model with a prefix cache, a traffic record and a ledger."""
     write_model(
         repository,
         "replayed",
@@ -62,7 +62,7 @@ def model(server, repository, tiny_weights, captured, ledger):
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
-    path = tmp_path_factory.mktemp("trace") / "made-up.jsonl"
+    path = tmp_path_factory.mktemp("trace") / "synthetic.jsonl"
     write_trace(path, synthesize(SHAPE))
     return path
 
@@ -80,13 +80,13 @@ def target(server, model, tiny_weights, seed, **fields):
     )
 
 
-def test_traffic_is_replayed_captured_and_replayed_as_it_was(
+def test_captured_traffic_replays_like_the_original(
     server, model, tiny_weights, trace, captured, ledger, tmp_path
 ):
-    """Over gRPC by two processes, then what the server wrote of that, over HTTP by one."""
+    """Replay over gRPC by two processes, then replay the server's record over HTTP by one."""
 
     def replayed(plan, seed, **fields):
-        """The trace that the server makes of a replay."""
+        """The trace that the server records of a replay."""
         before = len(captured.read_bytes())
         to = target(server, model, tiny_weights, seed, ledger=ledger, **fields)
         run = replay(seed, plan, to, Slo(), max_lag=0.05)
@@ -100,9 +100,9 @@ def test_traffic_is_replayed_captured_and_replayed_as_it_was(
 
     recorded = replayed(Plan(trace), "first", num_processes=2)
     again = replayed(Plan(recorded), "second", url=server.http_url)
-    assert b" " not in recorded.read_bytes()  # no text
+    assert b" " not in recorded.read_bytes()  # the record holds no text
     requests = [list(read_trace(path)) for path in (trace, recorded, again)]
-    # Requests of the same moment may change places.
+    # Requests of the same moment may come in any order.
     lengths = [sorted((r.input_length, r.output_length) for r in found) for found in requests]
     assert lengths[0] == lengths[1] == lengths[2]
     ratios = [describe(found).hit_ratio["endless"] for found in requests]
@@ -110,7 +110,7 @@ def test_traffic_is_replayed_captured_and_replayed_as_it_was(
 
 
 def check(run):
-    """Lengths, reuse of prefixes, and that server, ledger and report count the same tokens."""
+    """Check lengths and prefix reuse; server, ledger and report must count the same tokens."""
     found = summarize(run)
     assert [record.error for record in run.records if record.error] == []
     assert found.sent == found.completed == found.exact_lengths == NUM_REQUESTS
@@ -118,18 +118,18 @@ def check(run):
     assert [count.name for count in found.counts] == list(TOKENS)
     assert all(count.here == count.server == count.ledger > 0 for count in found.counts)
     assert all(record.device_ms > 0 for record in run.records)
-    # Requests that share a prefix and run at the same time compute it twice.
+    # Concurrent requests that share a prefix compute it twice.
     planned = run.planned.hit_ratio["endless"]
     assert 0.5 * planned < found.cached_ratio < planned + 1e-9
 
 
-def test_a_throttled_client_is_told_apart_from_a_slow_server(server, model, tiny_weights, trace):
-    """Its process is stopped 150 ms of each 200, from the first answer on."""
+def test_throttled_client_is_distinguished_from_a_slow_server(server, model, tiny_weights, trace):
+    """The client's process is stopped for 150 ms of every 200 ms after the first answer."""
     over = threading.Event()
 
     def throttle():
         [client] = multiprocessing.active_children()
-        with contextlib.suppress(ProcessLookupError):  # it has ended
+        with contextlib.suppress(ProcessLookupError):  # the process has ended
             while not over.wait(0.05):
                 os.kill(client.pid, signal.SIGSTOP)
                 time.sleep(0.15)
@@ -154,7 +154,7 @@ def test_a_throttled_client_is_told_apart_from_a_slow_server(server, model, tiny
     ("fields", "reason"),
     [({"tokenizer": "{}"}, "Model missing"), ({"url": "localhost:9"}, "UNAVAILABLE: localhost:9")],
 )
-def test_a_process_that_fails_ends_the_replay(server, model, tiny_weights, trace, fields, reason):
+def test_failing_process_ends_the_replay(server, model, tiny_weights, trace, fields, reason):
     to = target(server, model, tiny_weights, "s", **fields)
     with pytest.raises(ReplayError, match=reason):
         replay("none", Plan(trace), to, Slo(), max_lag=0.05)
@@ -162,7 +162,7 @@ def test_a_process_that_fails_ends_the_replay(server, model, tiny_weights, trace
 
 @pytest.fixture
 def locust(server, model, tiny_weights, trace, ledger, tmp_path):
-    """The command line of a replay under locust."""
+    """The command line of a replay under Locust."""
     return [
         *(sys.executable, "-m", "locust", "-f", "loadtests/locustfile.py", f"--trace={trace}"),
         *(f"--url={server.grpc_url}", f"--metrics-url={server.metrics_url}/metrics"),
@@ -188,7 +188,7 @@ def test_under_locust(locust, tmp_path):
 
 
 def test_in_locust_s_web_ui(locust, tmp_path):
-    """Started twice by its button; the second run finds nothing of the first in the cache."""
+    """Start two runs in the UI; the second finds nothing of the first in the prefix cache."""
     [port] = free_ports(1)
     ui, report = f"http://127.0.0.1:{port}", tmp_path / "report.html"
     process = subprocess.Popen([*locust, "--web-host=127.0.0.1", f"--web-port={port}"], cwd=ROOT)

@@ -1,4 +1,4 @@
-"""Kinds of faults that users of such servers reported, where no other test holds them."""
+"""Faults that users of similar servers reported, as far as no other test covers them."""
 
 import json
 import random
@@ -19,21 +19,23 @@ PROMPT = "The capital of France is"
 FORCED = {"temperature": 0, "max_tokens": 32, "ignore_eos": True}
 
 
-def test_one_response_calls_of_a_decoupled_model_say_why_they_fail(server):
-    """server#8021: gRPC's ModelInfer, and /generate of a stream."""
+def test_single_response_calls_of_a_decoupled_model_explain_the_error(server):
+    """server#8021: ModelInfer over gRPC, and /generate with stream = true."""
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
         text = grpcclient.InferInput("text_input", [1], "BYTES")
         text.set_data_from_numpy(np.array([PROMPT.encode()], dtype=np.object_))
         with pytest.raises(InferenceServerException, match="decoupled"):
             client.infer("smollm2", [text])
     body = {"text_input": PROMPT, "stream": True, "max_tokens": 4}
-    _, message = server.http("models/smollm2/generate", body)  # with status 200 in 2.51
+    _, message = server.http(
+        "models/smollm2/generate", body
+    )  # Triton Server 2.51 answers with status 200
     assert "exactly 1 response" in json.loads(message)["error"]
 
 
 @pytest.mark.parametrize("token", ["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
 def test_special_tokens_in_a_prompt_are_one_token_each(server, token):
-    """vllm PR#16976: not spelt out."""
+    """vllm PR#16976: they are not split into characters."""
 
     def num_tokens(text):
         (response,) = collect(
@@ -54,17 +56,19 @@ def test_special_tokens_in_a_prompt_are_one_token_each(server, token):
         "日本の首都は",
     ],
 )
-def test_no_character_is_split_or_replaced(server, text):
+def test_characters_are_neither_split_nor_replaced(server, text):
     """server#8039, tensorrtllm_backend#493: every chunk is whole characters."""
     with ThreadPoolExecutor(2) as pool:
         streamed = pool.submit(collect, server, text, stream=True, sampling=FORCED)
         whole = pool.submit(complete, server, text, sampling=FORCED)
-    chunks = [response.text for response in streamed.result()]  # decoded strictly
+    chunks = [
+        response.text for response in streamed.result()
+    ]  # raises an error on a split character
     assert "".join(chunks) == whole.result()
     assert not any("\N{REPLACEMENT CHARACTER}" in chunk for chunk in chunks[:-1])
 
 
-def test_a_storm_of_cancellations(server):
+def test_many_cancellations(server):
     """TensorRT-LLM#10810: 50 streams with logprobs and a common prefix, cancelled at any time."""
     rng = random.Random(0)
     prompt = "Once upon a time there was a server that had many clients. " * 8
@@ -86,13 +90,13 @@ def test_a_storm_of_cancellations(server):
 
 
 def resources(process_id):
-    """(resident bytes, descriptors) of the server and the stubs of its models."""
+    """(resident bytes, file descriptors) of the server and the stubs of its models."""
     processes = [psutil.Process(process_id)]
     processes += processes[0].children(recursive=True)
     return sum(p.memory_info().rss for p in processes), sum(p.num_fds() for p in processes)
 
 
-def test_memory_and_descriptors_stay_flat(server):
+def test_memory_and_descriptors_do_not_grow(server):
     """server#6270, server#6660: short requests with stop strings, and many streams."""
 
     def request(i):
@@ -106,7 +110,7 @@ def test_memory_and_descriptors_stay_flat(server):
     for _ in range(4):
         with ThreadPoolExecutor(20) as pool:
             assert all(pool.map(request, range(60)))
-        time.sleep(0.5)  # descriptors of connections are closed
+        time.sleep(0.5)  # until the connections are closed
         measured.append(resources(server.process_id))
     (memory, descriptors), (last_memory, last_descriptors) = measured[1], measured[-1]
     assert last_memory < memory + 2**24, measured
@@ -114,7 +118,7 @@ def test_memory_and_descriptors_stay_flat(server):
 
 
 def test_metrics_count_exactly(server):
-    """server#7583: known requests, alone and together."""
+    """server#7583: known requests, alone and concurrently."""
 
     def counters():
         names = ("prompt_tokens_total", "output_tokens_total")
@@ -133,7 +137,7 @@ def test_metrics_count_exactly(server):
 
 
 def test_orca_header(server):
-    """The load of the KV cache is in a header where the server can (not in 2.51)."""
+    """A response header has the KV cache's load, if the server supports it (2.51 does not)."""
     request = urllib.request.Request(
         f"{server.http_url}/v2/models/smollm2/generate",
         json.dumps({"text_input": PROMPT, "max_tokens": 1}).encode(),

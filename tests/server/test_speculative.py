@@ -1,4 +1,4 @@
-"""Speculative decoding through the real Triton Server: the same answers, sooner."""
+"""Speculative decoding through a real Triton Server: the same answers in fewer steps."""
 
 import json
 import time
@@ -33,7 +33,7 @@ def model(server, repository):
 
 
 def num_draft_tokens(server, model) -> float:
-    """Once it stands still: the engine's counters are published some times a second."""
+    """The counter once it is stable: the engine publishes its counters a few times per second."""
     before = -1.0
     while (now := server.metric("draft_tokens_total", model)) != before:
         before = now
@@ -42,7 +42,7 @@ def num_draft_tokens(server, model) -> float:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_answers_are_those_of_a_model_without_drafts(server, model, sampling):
+def test_answers_equal_those_without_drafts(server, model, sampling):
     before = num_draft_tokens(server, model)
     expected = complete(server, PROMPT, sampling=sampling)
     assert complete(server, PROMPT, model=model, sampling=sampling) == expected
@@ -57,11 +57,11 @@ def test_answers_are_those_of_a_model_without_drafts(server, model, sampling):
     assert "".join(response.text for response in responses) == expected
     counts = [int(response.tensors["num_output_tokens"].sum()) for response in responses]
     assert sum(counts) == NUM_TOKENS
-    assert len(counts) < NUM_TOKENS  # several tokens of one step come at once
+    assert len(counts) < NUM_TOKENS  # a response has all tokens of its step
     assert num_draft_tokens(server, model) > before
 
 
-def test_a_request_can_do_without(server, model):
+def test_request_can_switch_drafts_off(server, model):
     before = num_draft_tokens(server, model)
     off = {**GREEDY, "speculative": False}
     expected = complete(server, PROMPT, sampling=GREEDY)
@@ -69,7 +69,7 @@ def test_a_request_can_do_without(server, model):
     assert num_draft_tokens(server, model) == before
 
 
-def test_they_are_counted_under_vllm_s_names(server, model):
+def test_draft_tokens_are_counted_under_vllm_s_names(server, model):
     complete(server, PROMPT, model=model, sampling=GREEDY)
 
     def counted(name: str) -> float:
@@ -81,7 +81,7 @@ def test_they_are_counted_under_vllm_s_names(server, model):
     assert 8 <= counted("num_accepted_tokens_total") <= counted("num_draft_tokens_total")
 
 
-def test_only_where_the_configuration_has_it(server):
+def test_drafts_need_speculative_config(server):
     [response] = collect(server, PROMPT, sampling={**GREEDY, "speculative": True})
     assert response.code == "INVALID_ARGUMENT"
     assert response.error == (

@@ -1,4 +1,4 @@
-"""Many streams at once: every one ends exactly once, cancelled or not, and nothing is left."""
+"""Many concurrent streams: each ends exactly once, cancelled or not, and frees its KV blocks."""
 
 import json
 import random
@@ -18,7 +18,7 @@ FORCED = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def texts(tokenizer, prompt_token_ids, greedy_token_ids):
-    """(prompt, what transformers answers) as text."""
+    """(prompt, answer of transformers) as text."""
     detokenizer = tokenizer.detokenizer([], skip_special_tokens=False)
     prompts = [*PROMPTS[:-1], "".join(map(detokenizer.add, prompt_token_ids[-1]))]
     assert [tokenizer.encode(prompt) for prompt in prompts] == prompt_token_ids
@@ -39,8 +39,8 @@ def in_float32(server, repository):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_text_is_that_of_transformers(server, in_float32, texts, stream):
-    """24 prompts at once; each chunk is decoded strictly, so a split character would raise."""
+def test_text_equals_that_of_transformers(server, in_float32, texts, stream):
+    """24 concurrent prompts; each chunk is decoded strictly, so a split character would raise."""
     options = {"stream": stream, "exclude_input_in_output": True, "sampling": FORCED}
 
     def answer(prompt):
@@ -54,7 +54,7 @@ def test_text_is_that_of_transformers(server, in_float32, texts, stream):
         assert all(len(each) > 5 for each in responses)
 
 
-def test_64_streams_a_third_of_them_cancelled(server):
+def test_64_streams_of_which_a_third_are_cancelled(server):
     rng = random.Random(0)
     num_tokens = [rng.randint(5, 120) for _ in range(64)]
     cancelled_after = {i: rng.randint(0, 4) for i in rng.sample(range(64), 21)}
@@ -116,7 +116,7 @@ def test_cancelling_ends_generation_within_a_second(server):
     assert "[vllm] Successfully cancelled the request" in log
 
 
-def test_a_client_that_vanishes_from_http_cancels(server):
+def test_closed_http_connection_cancels(server):
     request = urllib.request.Request(
         f"{server.http_url}/v2/models/smollm2/generate_stream",
         data=json.dumps(
@@ -134,7 +134,7 @@ def test_a_client_that_vanishes_from_http_cancels(server):
 
 
 def test_waiting_requests_can_be_cancelled(server, tokenizer):
-    """Two run and fill the cramped model; what waits behind them never is computed."""
+    """Two requests fill the cramped model; those that wait are never computed."""
     computed = server.metric("prompt_tokens_total", "cramped")
     long = {"max_tokens": 230, "ignore_eos": True}
     running = [send(server, f"Tell {i}", model="cramped", sampling=long) for i in range(2)]
@@ -151,8 +151,8 @@ def test_waiting_requests_can_be_cancelled(server, tokenizer):
     until(lambda: server.metric("prompt_tokens_total", "cramped") == computed + prompts)
 
 
-def test_over_the_queue_requests_are_refused(server):
-    """2 run, 4 wait: of 10 at once, 6 are answered and 4 refused with the limit's name."""
+def test_requests_beyond_the_queue_are_refused(server):
+    """Two run and four wait: six of ten requests are answered, four get an error with the limit."""
     sampling = {"max_tokens": 60, "ignore_eos": True, "temperature": 0}
     streams = [
         send(server, f"Tell {i}", model="cramped", sampling=sampling, return_num_output_tokens=True)
@@ -167,8 +167,8 @@ def test_over_the_queue_requests_are_refused(server):
     assert all(r.tensors["num_output_tokens"].item() == 60 for r in answered)
 
 
-def test_who_waits_longer_than_its_timeout_is_refused(server):
-    """tensorrtllm_backend#255: 2 run, the others wait; one that runs is not ended by its own."""
+def test_request_that_waits_longer_than_its_timeout_is_refused(server):
+    """tensorrtllm_backend#255: a timeout ends waiting requests only, not the two running ones."""
     long = {"max_tokens": 128, "ignore_eos": True}
     running = [
         send(server, f"Tell {i}", model="cramped", sampling=long, timeout=5, stream=True)
@@ -186,8 +186,8 @@ def test_who_waits_longer_than_its_timeout_is_refused(server):
         assert not list(stream)[-1].error
 
 
-def test_more_than_the_kv_cache_holds(server):
-    """Requests that only fit one after the other are preempted, not failed."""
+def test_requests_beyond_the_kv_cache_are_preempted(server):
+    """Requests that fit only one after the other are preempted and still complete."""
     before = server.metric("preemptions_total", "cramped")
     sampling = {"max_tokens": 48, "ignore_eos": True, "temperature": 0}
     prompt = "One two three four five six seven eight nine ten. " * 20

@@ -1,6 +1,7 @@
-"""Answers that must have a form, and tools, through the real Triton Server and the real model.
+"""Structured outputs and tools through a real Triton Server and the real model.
 
-Those of all forms are made at once, beside others without a form, before the tests look at them.
+The answers under every constraint are generated concurrently, beside unconstrained ones, before the
+tests check them.
 """
 
 import json
@@ -54,7 +55,7 @@ def is_sum(text: str) -> bool:
     return bool(re.fullmatch(r"\([0-9]{1,3}\+[0-9]{1,3}\)", text))
 
 
-FORMS = {
+CONSTRAINTS = {
     "json": ({"structured_outputs": {"json": CITY}}, is_city),
     "json text": ({"structured_outputs": {"json": json.dumps(CITY)}}, is_city),
     "regex": ({"structured_outputs": {"regex": DATE}}, is_date),
@@ -90,12 +91,12 @@ FORMS = {
         is_city,
     ),
 }
-WAYS = ("grpc", "stream", "http")
+ROUTES = ("grpc", "stream", "http")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def server_goes_on(server):
-    """Once for all, instead of after each test."""
+def server_stays_usable(server):
+    """Checked once per module instead of after each test."""
     yield
     for gauge in ("kv_blocks_used", "requests_running", "requests_waiting"):
         until(lambda gauge=gauge: server.metric(gauge) == 0)
@@ -110,13 +111,13 @@ class Answer(NamedTuple):
 
 @pytest.fixture(scope="module")
 def alone(server):
-    """Answers that have no form, each made by itself."""
+    """Unconstrained answers, each generated alone."""
     return [complete(server, prompt) for prompt in FREE_PROMPTS]
 
 
 @pytest.fixture(scope="module")
 def answers(server, alone):
-    """Those of every form by every way, and those without a form made beside them."""
+    """Answers by (constraint, route), and the unconstrained ones generated beside them ("free")."""
     plain = {"temperature": 0, "max_tokens": 100}
 
     def by_grpc(sampling, stream):
@@ -133,7 +134,7 @@ def answers(server, alone):
         return Answer(text, responses[-1].string("finish_reason"), len(responses))
 
     def by_http(sampling):
-        # Triton Server takes parameters that are numbers, booleans or texts.
+        # Triton Server accepts parameters that are numbers, booleans or strings.
         as_texts = {
             name: json.dumps(value) if isinstance(value, dict | list) else value
             for name, value in sampling.items()
@@ -147,35 +148,35 @@ def answers(server, alone):
 
     with ThreadPoolExecutor(64) as pool:
         free = [pool.submit(complete, server, prompt) for prompt in FREE_PROMPTS * 2]
-        formed = {
-            (name, way): pool.submit(by_http, sampling)
-            if way == "http"
-            else pool.submit(by_grpc, sampling, way == "stream")
-            for name, (sampling, _) in FORMS.items()
-            for way in WAYS
+        constrained = {
+            (name, route): pool.submit(by_http, sampling)
+            if route == "http"
+            else pool.submit(by_grpc, sampling, route == "stream")
+            for name, (sampling, _) in CONSTRAINTS.items()
+            for route in ROUTES
         }
-    return {key: future.result() for key, future in formed.items()} | {
+    return {key: future.result() for key, future in constrained.items()} | {
         "free": [future.result() for future in free]
     }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", FORMS)
-def test_answers_have_their_form(answers, name, way):
-    answer = answers[name, way]
-    _, has_form = FORMS[name]
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_answers_satisfy_their_constraint(answers, name, route):
+    answer = answers[name, route]
+    _, satisfies = CONSTRAINTS[name]
     assert answer.finish_reason == "stop", answer
-    assert has_form(answer.text), answer
-    assert answer == answers[name, "grpc"] or way == "stream"
+    assert satisfies(answer.text), answer
+    assert answer == answers[name, "grpc"] or route == "stream"
     assert answer.text == answers[name, "grpc"].text
-    assert (answer.num_responses > 1) == (way == "stream") or len(answer.text) < 5
+    assert (answer.num_responses > 1) == (route == "stream") or len(answer.text) < 5
 
 
-def test_neighbours_without_a_form_are_as_alone(answers, alone):
+def test_unconstrained_neighbours_answer_as_when_alone(answers, alone):
     assert answers["free"] == alone * 2
 
 
-def test_events_of_a_stream_through_http(server):
+def test_events_of_a_stream_over_http(server):
     body = {"text_input": PROMPT, "stream": True, "max_tokens": 20, "guided_regex": DATE}
     status, events = server.http("models/smollm2/generate_stream", body)
     texts = [json.loads(event)["text_output"] for event in re.findall(r"data: (.*)", events)]
@@ -185,7 +186,7 @@ def test_events_of_a_stream_through_http(server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_each_of_n_answers(server, stream):
+def test_each_of_n_answers_is_constrained(server, stream):
     sampling = {"n": 3, "seed": 1, "temperature": 1.2, "max_tokens": 20}
     responses = collect(
         server,
@@ -204,7 +205,7 @@ def test_each_of_n_answers(server, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_max_tokens_cuts_an_answer(server, stream):
+def test_max_tokens_truncates_an_answer(server, stream):
     sampling = {"temperature": 0, "max_tokens": 5}
     responses = collect(
         server,
@@ -221,7 +222,7 @@ def test_max_tokens_cuts_an_answer(server, stream):
     assert sum(response.tensors["num_output_tokens"].item() for response in responses) == 5
 
 
-# -- what is refused --
+# -- constraints that are refused --
 
 REFUSED = [
     ({"structured_outputs": {"regex": "(?=a)ab"}}, ["'regex': '(?=a)ab'", "look-ahead"]),
@@ -242,7 +243,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("sampling", "words"), REFUSED)
-def test_forms_that_are_refused(server, sampling, words, stream):
+def test_constraints_that_are_refused(server, sampling, words, stream):
     (response,) = collect(server, PROMPT, sampling=sampling, stream=stream)
     assert response.code == "INVALID_ARGUMENT"
     assert response.error.startswith("sampling parameter")
@@ -250,7 +251,7 @@ def test_forms_that_are_refused(server, sampling, words, stream):
     assert len(response.error) < 500
 
 
-def test_the_same_errors_through_http(server):
+def test_same_errors_over_http(server):
     body = {"text_input": PROMPT, "guided_regex": "(?=a)ab"}
     status, message = server.http("models/smollm2/generate", body)
     assert status == 400
@@ -268,8 +269,8 @@ def test_structural_tags_are_not_supported(server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_can_t_go_on(server, stream):
-    """What is allowed by one parameter, another one forbids."""
+def test_answer_that_cannot_continue(server, stream):
+    """One parameter forbids every token that the other allows."""
     digits = {"structured_outputs": {"regex": "[0-9]+"}}
     sampling = {**digits, "allowed_token_ids": [1], "max_tokens": 4}
     (response,) = collect(server, PROMPT, sampling=sampling, stream=stream)
@@ -281,7 +282,7 @@ def test_an_answer_that_can_t_go_on(server, stream):
 
 
 def slow_grammar(name: str) -> str:
-    """Takes a second or two to be compiled."""
+    """A grammar that takes one or two seconds to compile."""
     rules = [f'r{i} ::= "{name}{i}" r{i + 1}' for i in range(2000)]
     return "\n".join(["root ::= r0", *rules, 'r2000 ::= "x"'])
 
@@ -292,7 +293,7 @@ def test_cancelling_while_a_grammar_is_compiled(server, stream):
     grammar = {"grammar": slow_grammar(f"cancelled{stream:d}")}
     with send(server, PROMPT, sampling={"structured_outputs": grammar}, stream=stream) as compiling:
         until(lambda: server.metric("requests_waiting") == 1)
-        # Others don't wait for it.
+        # Other requests do not wait for the compilation.
         assert complete(server, PROMPT, sampling={"temperature": 0, "max_tokens": 1})
         compiling.cancel()
         assert [response.code for response in compiling] == ["CANCELLED"]
@@ -347,21 +348,23 @@ TOOLS = json.dumps([WEATHER])
     ],
 )
 def test_tools_that_are_refused(server, text, tensors, message):
-    """SmolLM2's chat template has no place for tools."""
+    """SmolLM2's chat template does not support tools."""
     if text is None:
         tensors = {"messages": MESSAGES, **tensors}
     (response,) = collect(server, text, **tensors)
     assert (response.code, response.error) == ("INVALID_ARGUMENT", message)
 
 
-def test_tools_that_may_not_be_called(server):
+def test_tool_choice_none_leaves_the_answer_unchanged(server):
     options = {"messages": MESSAGES, "sampling": {"temperature": 0, "max_tokens": 4}}
     plain = complete(server, None, **options)
     assert complete(server, None, tools=TOOLS, tool_choice="none", **options) == plain
 
 
-def test_tools_through_http_are_text(server):
+def test_tools_over_http_are_json_text(server):
     body = {"messages": MESSAGES, "tools": TOOLS}
     status, message = server.http("models/smollm2/generate", body)
     assert status == 400
-    assert json.loads(message)["error"].startswith("tools: this model's chat template has no place")
+    assert json.loads(message)["error"].startswith(
+        "tools: this model's chat template does not support"
+    )

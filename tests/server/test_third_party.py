@@ -1,7 +1,7 @@
-"""Clients that others wrote, unmodified: each gets a real answer through the real server.
+"""Unmodified third-party clients: each gets an answer through a real server.
 
-litellm, llama-index and aiperf need versions of packages that the engine does not: they have an
-environment of their own (`make clients`, `make test-aiperf`) and run in processes of it.
+litellm, llama-index and aiperf need other versions of some packages than the engine. They are
+installed in a separate environment (`make clients`, `make test-aiperf`) and run as its processes.
 """
 
 import asyncio
@@ -22,19 +22,19 @@ from transformers import AutoTokenizer
 from tritonclient.utils import InferenceServerException
 
 from tests.conftest import SMOLLM2
-from tests.server.test_trtllm_door import write_door
+from tests.server.test_trtllm import write_relay
 from tritium.backend.runner.models.loader import resolve
 from tritium.loadtests.harness import complete
 
 PROMPT = "The capital of France is"
 NUM_TOKENS = 12
-CLIENTS = Path(f"{sys.prefix}-clients/bin")  # beside this environment
+CLIENTS = Path(f"{sys.prefix}-clients/bin")  # next to this environment
 
 
 @pytest.fixture(scope="module", autouse=True)
-def door(server, repository):
-    """For clients of TensorRT-LLM's backend."""
-    write_door(repository, "ensemble", "smollm2")
+def relay(server, repository):
+    """The relay model for clients of TensorRT-LLM's backend."""
+    write_relay(repository, "ensemble", "smollm2")
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
         client.load_model("ensemble")
         yield
@@ -50,7 +50,7 @@ def expected(server) -> str:
 
 
 def inputs(module, **tensors):
-    """Of vLLM's contract, as its own client makes them."""
+    """Inputs of vLLM's contract, created as in its own client."""
     made = []
     for name, value in tensors.items():
         datatype = "BOOL" if isinstance(value, bool) else "BYTES"
@@ -66,7 +66,7 @@ SAMPLING = json.dumps({"temperature": "0", "max_tokens": str(NUM_TOKENS)})
 
 
 def test_tritonclient_http(server):
-    """It has no call for streams, but all others."""
+    """Every call that this client has; it has none for streams."""
     with httpclient.InferenceServerClient(server.http_url.removeprefix("http://")) as client:
         assert client.is_server_live()
         assert client.is_model_ready("smollm2")
@@ -124,18 +124,18 @@ def test_tritonclient_grpc_aio(server, expected):
     assert "".join(chunks) == expected
 
 
-# -- in an environment of their own --
+# -- clients in a separate environment --
 
 
 def run(program: str, *arguments: str, timeout: float = 120) -> str:
-    """What a program of the clients' environment prints."""
+    """The output of a program of the clients' environment."""
     path = CLIENTS / program
     if not path.exists():
         pytest.skip(f"{path} is missing; run `make clients` (aiperf: `make test-aiperf`)")
     process = subprocess.run(
         [path, *arguments],
         check=False,
-        env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},  # not from the net
+        env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},  # no download
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -145,7 +145,7 @@ def run(program: str, *arguments: str, timeout: float = 120) -> str:
 
 
 def run_script(script: str, *arguments: str) -> Any:
-    """What a Python script prints as JSON in its last line."""
+    """The JSON value that a Python script prints as its last line."""
     return json.loads(run("python", "-c", script, *arguments).splitlines()[-1])
 
 
@@ -175,7 +175,7 @@ print(json.dumps(answers))
 
 
 def test_litellm(server, expected):
-    """Its `triton/` provider, whole and streamed, through both doors."""
+    """The `triton/` provider, whole and streamed, with the main model and the relay model."""
     models = ("smollm2", "ensemble")
     answers = run_script(LITELLM, server.http_url, PROMPT, str(NUM_TOKENS), *models)
     for model in models:
@@ -202,13 +202,13 @@ def test_llama_index(server, expected):
     whole, chunks = run_script(LLAMA_INDEX, server.grpc_url, PROMPT, str(NUM_TOKENS))
     assert len(chunks) > 3
     assert "".join(chunks) == whole
-    # It stops by itself one response before the last.
+    # This client omits the last response.
     assert whole
     assert expected.startswith(whole)
 
 
 def test_aiperf(server, tmp_path):
-    """NVIDIA's load tool through its template endpoint."""
+    """NVIDIA's load generator with its template endpoint."""
     path = resolve(SMOLLM2)
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     tokenizer.save_pretrained(tmp_path / "tokenizer")

@@ -1,4 +1,4 @@
-"""The second door through a real Triton Server: the tensors and clients of TensorRT-LLM."""
+"""The relay model through a real Triton Server: the tensors and clients of TensorRT-LLM."""
 
 import json
 import re
@@ -13,12 +13,12 @@ from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
 from tests.helpers import ROOT
-from tests.server.test_bad_input import BROKEN_BODIES, check_broken_body
+from tests.server.test_bad_input import INVALID_BODIES, check_invalid_body
 from tritium.backend.trtllm.contract import INPUTS, OUTPUTS
 from tritium.loadtests.harness import Stream, add_tensor, complete, send, until, write_model
 
 PROMPT = "The capital of France is"
-CHAT = "<|im_start|>user\nSay yes.<|im_end|>\n<|im_start|>assistant\n"  # ends by itself
+CHAT = "<|im_start|>user\nSay yes.<|im_end|>\n<|im_start|>assistant\n"  # the answer ends with EOS
 CONFIG = (ROOT / "model_repository/ensemble/config.pbtxt").read_text()
 MODEL = (ROOT / "model_repository/ensemble/1/model.py").read_text()
 _TYPES = {
@@ -27,7 +27,7 @@ _TYPES = {
 }
 
 
-def write_door(repository: Path, name: str, main_model: str) -> None:
+def write_relay(repository: Path, name: str, main_model: str) -> None:
     write_model(repository, name, CONFIG, model=main_model)
     (repository / name / "1/model.py").write_text(MODEL)
 
@@ -39,11 +39,11 @@ def control(server):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def doors(repository, control):
-    """One to each of the server's models."""
-    names = {"ensemble": "smollm2", "cramped_door": "cramped"}
+def relays(repository, control):
+    """A relay model for each of the server's two models."""
+    names = {"ensemble": "smollm2", "cramped_relay": "cramped"}
     for name, main_model in names.items():
-        write_door(repository, name, main_model)
+        write_relay(repository, name, main_model)
         control.load_model(name)
     yield
     for name in names:
@@ -51,7 +51,7 @@ def doors(repository, control):
 
 
 def ask(server, text, model="ensemble", **tensors) -> Stream:
-    """Send a request as TensorRT-LLM's clients do: each tensor of shape [1, n]."""
+    """Send a request as TensorRT-LLM's clients do: each tensor has shape [1, n]."""
     request = service_pb2.ModelInferRequest(model_name=model)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     for name, value in {"text_input": text, "return_error_code": True, **tensors}.items():
@@ -61,7 +61,7 @@ def ask(server, text, model="ensemble", **tensors) -> Stream:
 
 
 def answer(server, text, **tensors):
-    """All responses."""
+    """All responses of one request."""
     with ask(server, text, **tensors) as stream:
         return list(stream)
 
@@ -82,7 +82,7 @@ def test_config(server):
     assert config["model_transaction_policy"]["decoupled"] is True
 
 
-def test_a_stream_is_the_main_model_s_answer(server):
+def test_stream_equals_the_main_model_s_answer(server):
     expected = complete(server, PROMPT, sampling={"temperature": 0, "max_tokens": 8})
     responses = answer(server, PROMPT, max_tokens=8, stream=True)
     assert text_of(responses) == expected
@@ -100,8 +100,8 @@ def test_without_streaming_the_answer_starts_with_the_prompt(server):
         assert response.text == (expected if exclude else PROMPT + expected)
 
 
-def test_the_generate_endpoints(server):
-    """The request of TensorRT-LLM's own pages."""
+def test_generate_endpoints(server):
+    """The request of TensorRT-LLM's documentation."""
     body = {"text_input": PROMPT, "max_tokens": 8, "bad_words": "", "stop_words": ""}
     status, generated = server.http("models/ensemble/generate", body)
     assert status == 200
@@ -117,7 +117,7 @@ def test_the_generate_endpoints(server):
 
 @pytest.mark.parametrize("disable_ignore_eos", [False, True])
 def test_sglang_s_bench_serving(server, disable_ignore_eos):
-    """What `bench_serving --backend trt` sends and reads."""
+    """The requests of `bench_serving --backend trt`, and its reading of the responses."""
     payload = {
         "accumulate_tokens": True,
         "text_input": CHAT,
@@ -127,7 +127,7 @@ def test_sglang_s_bench_serving(server, disable_ignore_eos):
         "stream": True,
         "min_length": 60,
         "end_id": 1048576,
-        "return_num_output_tokens": True,  # added, to count
+        "return_num_output_tokens": True,  # added by this test
     }
     if disable_ignore_eos:
         del payload["min_length"], payload["end_id"]
@@ -232,7 +232,7 @@ def test_errors(server, tensors, code, words, stream):
     assert all(word in response.error for word in words), response.error
 
 
-def test_errors_through_http(server):
+def test_errors_over_http(server):
     body = {"text_input": PROMPT, "max_tokens": 8, "temprature": 1}
     status, message = server.http("models/ensemble/generate", body)
     assert status == 400
@@ -242,23 +242,23 @@ def test_errors_through_http(server):
     assert "text_input" in message
 
 
-def test_without_its_main_model_a_door_is_unavailable(server, repository, control):
-    write_door(repository, "early_door", "late")
-    control.load_model("early_door")
-    (response,) = answer(server, PROMPT, model="early_door", stream=True)
+def test_relay_is_unavailable_without_its_main_model(server, repository, control):
+    write_relay(repository, "early_relay", "late")
+    control.load_model("early_relay")
+    (response,) = answer(server, PROMPT, model="early_relay", stream=True)
     assert response.code == "UNAVAILABLE"
     assert "late" in response.error
     write_model(repository, "late", dtype="float32", kv_cache_memory="64MiB", max_model_len=512)
     control.load_model("late")
-    options = {"model": "early_door", "max_tokens": 4, "stream": True}
+    options = {"model": "early_relay", "max_tokens": 4, "stream": True}
     assert text_of(answer(server, PROMPT, **options)).startswith(" Paris")
-    for model in ("late", "early_door"):
+    for model in ("late", "early_relay"):
         control.unload_model(model)
-    with pytest.raises(InferenceServerException, match="early_door"):
-        control.infer("early_door", [])
+    with pytest.raises(InferenceServerException, match="early_relay"):
+        control.infer("early_relay", [])
 
 
-def test_more_at_once_than_bls_has_threads(server):
+def test_more_concurrent_requests_than_bls_threads(server):
     expected = text_of(answer(server, PROMPT, max_tokens=4, exclude_input_in_output=True))
     with ThreadPoolExecutor(80) as pool:
         answers = pool.map(
@@ -270,9 +270,9 @@ def test_more_at_once_than_bls_has_threads(server):
         assert set(answers) == {expected}
 
 
-def test_what_is_too_much_for_the_main_model_is_refused_at_once(server):
-    """2 run and 4 wait in the cramped model; 44 of 50 are refused before the first one ends."""
-    options = {"model": "cramped_door", "max_tokens": 40, "end_id": -1}
+def test_requests_beyond_the_main_model_s_queue_are_refused_at_once(server):
+    """The cramped model has six slots: 44 of 50 requests are refused before the first one ends."""
+    options = {"model": "cramped_relay", "max_tokens": 40, "end_id": -1}
     streams = [ask(server, f"Tell {i}", **options) for i in range(50)]
     ends = []
 
@@ -290,9 +290,9 @@ def test_what_is_too_much_for_the_main_model_is_refused_at_once(server):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_cancelling(server, stream):
-    """Running ones and waiting ones."""
+    """Running and waiting requests are cancelled."""
     before = server.metric("requests_total", "cramped", outcome="cancelled")
-    options = {"model": "cramped_door", "max_tokens": 230, "end_id": -1, "stream": stream}
+    options = {"model": "cramped_relay", "max_tokens": 230, "end_id": -1, "stream": stream}
     streams = [ask(server, f"Tell {i}", **options) for i in range(6)]
     until(lambda: server.metric("requests_running", "cramped") == 2)
     until(lambda: server.metric("requests_waiting", "cramped") == 4)
@@ -302,7 +302,7 @@ def test_cancelling(server, stream):
     until(lambda: server.metric("requests_total", "cramped", outcome="cancelled") == before + 6)
 
 
-def test_a_client_that_vanishes_from_http_cancels(server):
+def test_closed_http_connection_cancels(server):
     body = {"text_input": "Tell me", "stream": True, "max_tokens": 2000, "end_id": -1}
     request = urllib.request.Request(
         f"{server.http_url}/v2/models/ensemble/generate_stream", json.dumps(body).encode()
@@ -313,8 +313,8 @@ def test_a_client_that_vanishes_from_http_cancels(server):
     until(lambda: server.metric("requests_total", outcome="cancelled") == before + 1)
 
 
-def test_both_doors_may_be_unloaded_while_a_stream_runs(server, repository, control):
-    write_door(repository, "passing", "smollm2")
+def test_relay_is_unloaded_while_a_stream_runs(server, repository, control):
+    write_relay(repository, "passing", "smollm2")
     control.load_model("passing")
     options = {"model": "passing", "max_tokens": 60, "end_id": -1, "stream": True}
     with ask(server, "Tell me", return_num_output_tokens=True, **options) as stream:
@@ -325,8 +325,8 @@ def test_both_doors_may_be_unloaded_while_a_stream_runs(server, repository, cont
     until(lambda: not control.is_model_ready("passing"))
 
 
-def test_the_main_model_s_own_requests_are_not_mistaken_for_handed_over_ones(server):
-    """The ids that doors use do no harm where a client takes such a one."""
+def test_main_model_does_not_mistake_its_own_requests_for_relayed_ones(server):
+    """A client may use a request id of the form that relays reserve."""
     request = service_pb2.ModelInferRequest(model_name="smollm2", id="tritium-cancel-x")
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     tensor = request.inputs.add(name="text_input", shape=[1], datatype="BYTES")
@@ -337,15 +337,15 @@ def test_the_main_model_s_own_requests_are_not_mistaken_for_handed_over_ones(ser
         assert not stream.next().error
 
 
-def test_a_door_is_a_small_process(server):
+def test_relay_is_a_small_process(server):
     stubs = psutil.Process(server.process_id).children(recursive=True)
-    (door,) = [stub for stub in stubs if "/ensemble/1/model.py" in " ".join(stub.cmdline())]
-    assert not any("torch" in mapped.path for mapped in door.memory_maps())
-    assert door.memory_info().rss < 80 * 2**20
+    (relay,) = [stub for stub in stubs if "/ensemble/1/model.py" in " ".join(stub.cmdline())]
+    assert not any("torch" in mapped.path for mapped in relay.memory_maps())
+    assert relay.memory_info().rss < 80 * 2**20
 
 
-@pytest.mark.parametrize(("body", "words"), BROKEN_BODIES)
+@pytest.mark.parametrize(("body", "words"), INVALID_BODIES)
 @pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
-def test_broken_text_through_http(server, endpoint, body, words):
-    check_broken_body(server, "ensemble", endpoint, body, words)
+def test_invalid_text_over_http(server, endpoint, body, words):
+    check_invalid_body(server, "ensemble", endpoint, body, words)
     assert text_of(answer(server, PROMPT, max_tokens=1))
