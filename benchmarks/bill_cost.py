@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
         gpu = step_seconds(LLAMA, Step(num_sequences, 1, CONTEXT), H200)
         print(
             f"{num_sequences:4} sequences: {own * 1e6:6.1f} us; {own / cpu:.3%} of a step on CPU, "
-            f"{own / gpu:.2%} of one on an H200"
+            f"{own / gpu:.2%} of a step on an H200"
         )
 
 

@@ -21,7 +21,7 @@ PROMPT_TOKENS, NUM_REQUESTS, ROUNDS = (16, 256, 1024, 8192), 500, 9
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="tritium benchmark capture", description=__doc__)
     parser.parse_args(arguments)
-    print("prompt tokens | front's thread, us | capture's thread, us, ns a token")
+    print("prompt tokens | front's thread, us | capture's thread, us, ns per token")
     for length in PROMPT_TOKENS:
         measured = [_measure(length) for _ in range(ROUNDS)]
         front, capture = (statistics.median(column) * 1e6 for column in zip(*measured, strict=True))

@@ -42,7 +42,7 @@ def make_engine(config: EngineConfig, runner: Runner) -> Engine:
 
 
 def stepping(engine: Engine) -> Iterator[list[EngineOutput]]:
-    """Makes one step per item, and yields the step's outputs."""
+    """Make one step per item, and yield the step's outputs."""
     outputs: list[EngineOutput] = []
     engine.on_outputs = outputs.extend
     in_flight = None
@@ -60,7 +60,7 @@ def _raise_errors(outputs: list[EngineOutput]) -> None:
 
 
 def steps(engine: Engine, work: Sequence[Work]) -> Iterator[list[EngineOutput]]:
-    """Submits all requests at once, and makes a step whenever it is asked for its outputs."""
+    """Submit all requests at once, then make one step per item, and yield its outputs."""
     for i, (prompt, num_output_tokens, temperature) in enumerate(work):
         engine.reserve()
         engine.submit(EngineRequest(i, prompt, num_output_tokens, temperature=temperature, seed=i))
@@ -90,11 +90,10 @@ class StepTimes:
     num_seqs: int
     num_new_tokens: int
     num_kv_tokens: int  # tokens of its sequences, new ones included
-    launched: float  # when
+    launched: float  # time of launch
     waited: float = 0.0  # time that the host waits for the device
-    events: list[torch.cuda.Event] = field(
-        default_factory=list
-    )  # CUDA events of start and end, on a GPU
+    # CUDA events of start and end, on a GPU.
+    events: list[torch.cuda.Event] = field(default_factory=list)
 
 
 class Meter:

@@ -1,7 +1,7 @@
 """`make gpu-check`: whether the kernels are right on this GPU, and how fast everything is.
 
     tritium benchmark gpu-check                       # at most 10 minutes on one H200
-    tritium benchmark gpu-check --device cpu --small  # the same code, a minute
+    tritium benchmark gpu-check --device cpu --small  # a test of the same code, one minute
 
 It needs torch, triton, numpy, transformers and pydantic, and no downloads: weights are random. From
 a source tree without installation: `python3 -m tritium.benchmarks.gpu_check`. Each phase runs in a
@@ -75,7 +75,7 @@ def run_phase(phase: Phase, setup: Setup, seconds: float) -> Iterator[Row]:
     process.start()
     sender.close()
     deadline = time.monotonic() + seconds
-    error = "its time was over"
+    error = "its time limit was reached"
     while receiver.poll(max(deadline - time.monotonic(), 0)):
         try:
             yield {"phase": phase.name} | receiver.recv()
@@ -144,10 +144,13 @@ def _short(number: Any) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="tritium benchmark gpu-check")
+    parser = argparse.ArgumentParser(
+        prog="tritium benchmark gpu-check",
+        description="Check all kernels and models on one GPU, and measure their speed.",
+    )
     parser.add_argument("--device", type=torch.device, default="cuda:0")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
-    parser.add_argument("--only", default="", help="the phases whose names have this in them")
+    parser.add_argument("--only", default="", help="only phases whose names contain this text")
     options = parser.parse_args(arguments)
     setup = Setup(options.device, options.small)
     path = Path(os.environ.get("OUT") or ROOT / "results", "gpu_check.json")

@@ -56,7 +56,7 @@ def attention_checks(setup: Setup) -> Iterator[Case]:
     for dtype in (torch.float16, torch.float32):
         cases.append(("uneven", UNEVEN, Heads(8, 2, 128), dtype, {}))
         cases.append(("mixed", MIXED, Heads(8, 2, 128), dtype, {}))
-    # Fewer and fewer splits, down to one, which writes the result itself.
+    # The number of splits decreases, down to one, which writes the result itself.
     for num_seqs in (2, 8, 32, 160):
         lengths = [(1, 900 + i) for i in range(num_seqs)]
         cases.append((f"decode of {num_seqs}", lengths, Heads(32, 8, 128), fast, {}))
@@ -83,9 +83,8 @@ def check_attention(
     num_blocks: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
-    unseen = (
-        NAN if setup.on_gpu else 0.0
-    )  # the PyTorch version masks what it has read, the kernel reads less
+    # The kernel must not read these values. The PyTorch version reads them, and masks the result.
+    unseen = NAN if setup.on_gpu else 0.0
     batch = random_batch(
         lengths, heads, dtype, cache_dtype or dtype, setup.device, unseen, num_blocks
     )

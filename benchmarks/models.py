@@ -74,11 +74,11 @@ def random_weights(
     so that a missing norm changes the result.
     """
     with torch.device("meta"):
-        places = dict(AutoModelForCausalLM.from_config(config).named_parameters())
+        parameters = dict(AutoModelForCausalLM.from_config(config).named_parameters())
     generator = torch.Generator(device).manual_seed(0)
-    for name, place in places.items():
-        numbers = torch.randn(place.shape, dtype=dtype, device=device, generator=generator)
-        yield name, 1 + numbers / 8 if place.dim() == 1 else numbers.mul_(0.02)
+    for name, parameter in parameters.items():
+        numbers = torch.randn(parameter.shape, dtype=dtype, device=device, generator=generator)
+        yield name, 1 + numbers / 8 if parameter.dim() == 1 else numbers.mul_(0.02)
 
 
 def our_model(

@@ -76,7 +76,9 @@ PARTS = {
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="tritium benchmark pages", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"{', '.join(PARTS)}; all")
+    parser.add_argument(
+        "parts", nargs="*", metavar="part", help=f"{', '.join(PARTS)}; default: all"
+    )
     for name in parser.parse_args(arguments).parts or PARTS:
         path, text = PARTS[name]
         path.write_text(replaced(path.read_text(encoding="utf-8"), name, text()), encoding="utf-8")

@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
         median = statistics.median(values)
         print(
             f"{mode:>4}: {median * 1e3:6.1f} ms for {NUM_REQUESTS} requests; "
-            f"{(median - off) / num_tokens * 1e9:5.0f} ns a prompt token more than off"
+            f"{(median - off) / num_tokens * 1e9:5.0f} ns per prompt token more than off"
         )
 
 

@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.parse_args(arguments)
     prompts = list(windows())
     table = Table(title=f"{len(prompts)} windows of {WINDOW} tokens")
-    for name in ("weights", "perplexity", "likeliest token as in float32"):
+    for name in ("weights", "perplexity", "agreement with float32"):
         table.add_column(name, justify="right")
     with ThreadPoolExecutor(1) as thread:
         runs = [thread.submit(score, kind, prompts).result() for kind in KINDS]

@@ -161,7 +161,7 @@ def steps_table(config: ModelConfig, steps: dict[str, Step], machine: Machine) -
 
 def decode_table(config: ModelConfig, steps: dict[str, Step], machine: Machine) -> str:
     """Predictions for whole decode steps."""
-    header = ["", "µs a step", "tokens/s", "weights and KV alone: µs", "tokens/s"]
+    header = ["", "µs per step", "tokens/s", "weights and KV alone: µs", "tokens/s"]
     rows = []
     for name, step in steps.items():
         times = (step_seconds(config, step, machine), memory_seconds(config, step, machine))
@@ -180,7 +180,7 @@ def report(context: int, machine: Machine) -> Iterator[str]:
         config = ModelConfig.from_hf(hf_config())
         decode = {f"batch {batch}": Step(batch, 1, context) for batch in DECODE_BATCHES}
         prefill = {f"{length} tokens": Step(1, length, length) for length in PREFILL_LENGTHS}
-        yield f"**{name}, decode**, {context} tokens of context each:"
+        yield f"**{name}, decode**, {context} tokens of context per sequence:"
         yield decode_table(config, decode, machine)
         yield steps_table(config, decode, machine)
         yield f"**{name}, prefill** of one prompt in one step:"
@@ -189,7 +189,7 @@ def report(context: int, machine: Machine) -> Iterator[str]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="tritium benchmark roofline")
-    parser.add_argument("--context", type=int, default=1024, help="tokens of each sequence")
+    parser.add_argument("--context", type=int, default=1024, help="tokens per sequence")
     print("\n\n".join(report(parser.parse_args(arguments).context, H200)))
 
 

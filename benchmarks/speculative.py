@@ -33,8 +33,8 @@ PARAGRAPHS = [
 ]
 COPYING = [f"{text}\n\n{text}\n\n" for text in PARAGRAPHS]
 STORIES = [
-    f"Here is the story of {who}.\n\n"
-    for who in (
+    f"Here is the story of {subject}.\n\n"
+    for subject in (
         *("a fox who could read", "the last train", "two sisters and a boat", "a broken clock"),
         *("the night market", "an honest thief", "a winter in the hills", "the deaf musician"),
     )
@@ -95,21 +95,25 @@ def main(arguments: list[str] | None = None) -> None:
     drafts = [
         SpeculativeConfig.model_validate({"num_speculative_tokens": n}) for n in options.lengths
     ]
-    print("| task | requests | drafts of | tokens/s | times | acceptance | same answers |")
+    print("| task | requests | draft tokens | tokens/s | ratio | accepted | equal answers |")
     print("|---|---|---|---|---|---|---|")
     for task, texts, temperature in (("copying", COPYING, 0.0), ("stories", STORIES, 1.0)):
         prompts = [tokenizer.encode(text) for text in texts]
         for num_requests in options.requests:
-            ways: dict[int, list[Run]] = {}
+            by_length: dict[int, list[Run]] = {}
             batch = (prompts * -(-num_requests // len(prompts)))[:num_requests]
             for _ in range(options.repeats):
                 for speculative in (None, *drafts):
                     changed = config.model_copy(update={"speculative_config": speculative})
                     length = speculative.num_speculative_tokens if speculative else 0
-                    ways.setdefault(length, []).append(run(changed, runner, batch, temperature))
-            rates = {n: statistics.median(r.tokens_per_s for r in runs) for n, runs in ways.items()}
-            for length, runs in ways.items():
-                last, plain = runs[-1], ways[0][0]
+                    by_length.setdefault(length, []).append(
+                        run(changed, runner, batch, temperature)
+                    )
+            rates = {
+                n: statistics.median(r.tokens_per_s for r in runs) for n, runs in by_length.items()
+            }
+            for length, runs in by_length.items():
+                last, plain = runs[-1], by_length[0][0]
                 same = sum(a == b for a, b in zip(last.answers, plain.answers, strict=True))
                 accepted = last.num_accepted_tokens / max(last.num_draft_tokens, 1)
                 print(

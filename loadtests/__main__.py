@@ -52,7 +52,7 @@ def _convert(options: argparse.Namespace, console: Console) -> None:
         options.skip_bad_rows,
         report=lambda message: console.print(message, style="red", highlight=False),
     )
-    console.print(f"{options.output}: {count} requests, {num_bad} bad rows left out")
+    console.print(f"{options.output}: {count} requests, {num_bad} bad rows skipped")
 
 
 def _add_describe(commands: argparse._SubParsersAction) -> None:

@@ -11,8 +11,8 @@ with forced lengths. The loop is closed: `concurrency` requests are in flight, a
 starts when one ends. The long-tailed workload: 128 requests at once, 90 % of the answers have 8-32
 tokens, 10 % have 256.
 
-Each cell is measured once per round, the ways in turns. Slow cells that no ratio uses are measured
-once. At the end the server is measured with and without ledger and metrics (overhead.py).
+Each cell is measured once per round, the variants in turns. Slow cells that no ratio uses are
+measured once. At the end the server is measured with and without ledger and metrics (overhead.py).
 """
 
 import argparse
@@ -45,7 +45,7 @@ from tritium.loadtests.results import Goal, Result, report, save
 from tritium.loadtests.transformers_model import transformers_model
 
 CONCURRENCY = (1, 8, 32)
-STATIC_BATCH = 32  # of the long-tailed workload
+STATIC_BATCH = 32  # batch size for the long-tailed workload
 
 
 class Request(NamedTuple):
@@ -112,8 +112,10 @@ class Alone:
         self._runner = runner
         self._on_step = on_step
 
-    def continuous(self, requests: list[Request], concurrency: int, way: str = "engine") -> Result:
-        result = Result(way, concurrency)
+    def continuous(
+        self, requests: list[Request], concurrency: int, variant: str = "engine"
+    ) -> Result:
+        result = Result(variant, concurrency)
         self._run(result, requests, requests, concurrency)
         return result
 
@@ -128,8 +130,8 @@ class Alone:
         return result
 
     def _run(self, result: Result, *arguments: Any) -> None:
-        # A thread of its own: it is bound to a core. No longer than it is needed: OpenMP's threads
-        # sleep sooner where more of them are alive than there are cores.
+        # On a separate thread, because `start` binds it to a core. The thread ends with the run,
+        # since OpenMP's threads go to sleep sooner if there are more of them than cores.
         with ThreadPoolExecutor(1, initializer=self._runner.start) as thread:
             thread.submit(self._run_here, result, *arguments).result()
 
@@ -255,9 +257,8 @@ def measure(num_single_requests: int, num_rounds: int, log: Path) -> Iterator[Re
     path = resolve(config.model)
     prompts = Prompts(Tokenizer(path))
     uniform, long_tailed = uniform_workload(prompts), long_tailed_workload(prompts)
-    with ThreadPoolExecutor(
-        1
-    ) as pool:  # one thread, as in the server: OpenMP keeps threads for each
+    # Load on a thread that ends, since OpenMP keeps threads for each live thread.
+    with ThreadPoolExecutor(1) as pool:
         runner = pool.submit(ModelRunner, config).result()
     alone = Alone(config, runner)
     with (
@@ -268,11 +269,11 @@ def measure(num_single_requests: int, num_rounds: int, log: Path) -> Iterator[Re
         served(server, uniform[:2], 2)  # warm-up
         for i in range(num_rounds):
             for concurrency in CONCURRENCY:
-                # One at a time, all requests run alike, so a few of them suffice.
+                # At concurrency 1 all requests run alike, so a few of them suffice.
                 requests = uniform[:num_single_requests] if concurrency == 1 else uniform
                 yield replace(alone.continuous(requests, concurrency), round=i)
                 yield replace(served(server, requests, concurrency), round=i)
-                # The slowest way; no goal uses it at 8, so it is measured once there.
+                # The slowest variant; no goal uses it at 8, so it is measured once there.
                 if concurrency == STATIC_BATCH or (concurrency > 1 and i == 0):
                     yield replace(alone.static(requests, concurrency), round=i)
             for result in (

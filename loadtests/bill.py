@@ -29,14 +29,14 @@ from tritium.loadtests.bench import Prompts, measure_bill
 from tritium.loadtests.model_folder import read_config, serve_with
 
 _CONCURRENCY = 8
-_REQUESTS = 16  # of a line and round: prompts of 64 tokens, answers of 16 to 46
+_REQUESTS = 16  # per line and round: prompts of 64 tokens, answers of 16 to 46
 
 
 def send(server: TritonServer, name: str, order: list[str], prompts: Prompts, seed: int) -> None:
     """One request per element of `order`; each 16 requests of a line have the same lengths."""
     client = GrpcClient(f"localhost:{server.grpc_port}")
     rng = random.Random(f"{name} {seed}")
-    places: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     others = ["others"] * _CONCURRENCY
 
     def run(line: str, text: str, num_tokens: int) -> None:
@@ -46,15 +46,15 @@ def send(server: TritonServer, name: str, order: list[str], prompts: Prompts, se
     with ThreadPoolExecutor(_CONCURRENCY) as pool:
         futures = []
         for line in (*others, *order, *others):
-            length = 16 + 2 * (places[line] % _REQUESTS)
-            places[line] += 1
+            length = 16 + 2 * (counts[line] % _REQUESTS)
+            counts[line] += 1
             futures.append(pool.submit(run, line, prompts.draw(rng, 64)[1], length))
     for future in futures:
         future.result()
 
 
 def neutrality(server: TritonServer, path: Path, rounds: int) -> Iterator[str]:
-    """Yield the results as lines of text. Rounds make a drift of the machine affect all alike."""
+    """Yield the results as lines of text. A drift of the machine averages out over the rounds."""
     prompts = Prompts(Tokenizer(resolve(read_config().model)))
     red, blue = ["red"] * _REQUESTS, ["blue"] * _REQUESTS
     orders = {
@@ -81,16 +81,16 @@ def neutrality(server: TritonServer, path: Path, rounds: int) -> Iterator[str]:
     ratio = bills["twice, blue"] / bills["twice, red"]
     yield f"twice the requests: {ratio:.3f} (wanted 1.9 to 2.1)"
     shares = {name: share(name) / share("in turns") for name in orders}
-    told = ", ".join(f"{name} {value:.3f}" for name, value in shares.items())
-    yield f"a line's part of the bill, by order of arrival: {told} (wanted 0.95 to 1.05)"
+    text = ", ".join(f"{name} {value:.3f}" for name, value in shares.items())
+    yield f"a line's share of the bill, by order of arrival: {text} (wanted 0.95 to 1.05)"
     for gap in ledger.check():
         yield f"busy time - bills - system: {gap.busy_ns} ns over {gap.num_totals} totals"
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="tritium loadtest bill", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=4, help="of neutrality")
-    parser.add_argument("--seconds", type=float, default=180, help="for overhead")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of the neutrality test")
+    parser.add_argument("--seconds", type=float, default=180, help="duration of the overhead test")
     options = parser.parse_args(arguments)
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as log:

@@ -23,15 +23,15 @@ class Point(NamedTuple):
 
 
 def points(results: Sequence[Result]) -> dict[str, list[Point]]:
-    """The points of each way, by concurrency."""
+    """The points of each variant, by concurrency."""
     found: dict[str, list[Point]] = {}
     cells = {result.cell for result in results if result.workload == "uniform"}
     for cell in sorted(cells, key=lambda cell: cell[2]):
-        _, way, concurrency = cell
+        _, variant, concurrency = cell
         measured = rounds(results, cell).values()
         speed = statistics.median(result.tokens_per_second for result in measured)
         tpot = percentile([time for result in measured for time in result.tpot], 95)
-        found.setdefault(way, []).append(Point(concurrency, speed, tpot * 1000))
+        found.setdefault(variant, []).append(Point(concurrency, speed, tpot * 1000))
     return found
 
 
@@ -44,21 +44,24 @@ def draw(curves: dict[str, list[Point]], path: Path) -> None:
     # Without date and random names, the same points give the same file.
     matplotlib.rcParams.update({"svg.hashsalt": "curve", "svg.fonttype": "none", "font.size": 9})
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for way in sorted(curves, key=lambda way: (way not in _OURS, way)):
-        ours = way in _OURS
+    for variant in sorted(curves, key=lambda name: (name not in _OURS, name)):
+        ours = variant in _OURS
         for axis, values in zip(
             axes,
-            ([p.tokens_per_second for p in curves[way]], [p.tpot_p95_ms for p in curves[way]]),
+            (
+                [p.tokens_per_second for p in curves[variant]],
+                [p.tpot_p95_ms for p in curves[variant]],
+            ),
             strict=True,
         ):
             axis.plot(
-                [point.concurrency for point in curves[way]],
+                [point.concurrency for point in curves[variant]],
                 values,
                 marker="o",
                 markersize=3,
                 linewidth=2 if ours else 1,
                 linestyle="-" if ours else "--",
-                label=f"Tritium, {way}" if ours else way,
+                label=f"Tritium, {variant}" if ours else variant,
             )
     for axis, title in zip(axes, ("output tokens/s", "TPOT p95, ms"), strict=True):
         axis.set_xscale("log", base=2)
@@ -78,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/curve.svg"))
     options = parser.parse_args(arguments)
     curves = points(load(options.results))
-    fields = {way: [point._asdict() for point in curve] for way, curve in curves.items()}
+    fields = {name: [point._asdict() for point in curve] for name, curve in curves.items()}
     options.points.write_text(json.dumps(fields))
     draw(curves, options.output)
 

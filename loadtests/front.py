@@ -73,8 +73,8 @@ class Result:
     seconds: float = 0.0
     num_tokens: int = 0
     num_responses: int = 0
-    stub_seconds: float = 0.0  # of CPU
-    server_seconds: float = 0.0
+    stub_seconds: float = 0.0  # CPU time
+    server_seconds: float = 0.0  # CPU time
     delays: list[float] = field(default_factory=list)  # seconds
 
     @property
@@ -90,9 +90,8 @@ def run(server: TritonServer, num_streams: int, rate: float, seconds: float) -> 
     """
     result, lock = Result(), threading.Lock()
     client = GrpcClient(f"localhost:{server.grpc_port}", model="front")
-    num_tokens = min(
-        max(int(rate * seconds / num_streams), 8), 7000
-    )  # the model has 8,192 positions
+    # The model has 8,192 positions.
+    num_tokens = min(max(int(rate * seconds / num_streams), 8), 7000)
     sampling = {"max_tokens": num_tokens, "ignore_eos": True}
     interval = num_streams / rate
 
@@ -155,13 +154,13 @@ def measure(num_streams: int, rate: float, seconds: float) -> Result:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="tritium loadtest front", description=__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=_STREAMS)
-    parser.add_argument("--rate", type=float, default=30_000, help="tokens/s that are offered")
-    parser.add_argument("--seconds", type=float, default=4, help="of tokens at that rate")
+    parser.add_argument("--rate", type=float, default=30_000, help="offered tokens/s")
+    parser.add_argument("--seconds", type=float, default=4, help="duration at that rate")
     args = parser.parse_args(arguments)
     table = Table(title="From the engine to the clients")
-    for name in ("streams", "tokens/s", "tokens a response", "stub us", "server us"):
+    for name in ("streams", "tokens/s", "tokens per response", "stub us", "server us"):
         table.add_column(name, justify="right")
-    table.add_column("delay at half: p50, p99 ms", justify="right")
+    table.add_column("delay at half rate: p50, p99 ms", justify="right")
     for num_streams in args.streams:
         full = measure(num_streams, args.rate, args.seconds)
         half = measure(num_streams, full.tokens_per_second / 2, args.seconds)

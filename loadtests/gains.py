@@ -1,7 +1,7 @@
 """`make gains`: what each idea of the engine gains on the traffic of a trace, as one table.
 
 Engine, KV memory and requests are the same each time, and all requests wait from the start. Each
-way differs from the one before in one idea:
+variant differs from the previous one in one idea:
 
     static      a batch starts full and runs to its longest answer. The length of an answer is not
                 known before, so each row has KV memory for max_model_len tokens
@@ -30,13 +30,13 @@ from tritium.loadtests.bench import Alone, Request
 from tritium.loadtests.model_folder import read_config
 from tritium.loadtests.replay.plan import Plan
 from tritium.loadtests.replay.prompts import Prompts
-from tritium.loadtests.report.gains import Gains, WayGain, gains_table
+from tritium.loadtests.report.gains import Gains, VariantGain, gains_table
 from tritium.loadtests.report.page import write_page
 from tritium.loadtests.results import Goal, Ratio, Result, ratio, rounds
 
 
-class Way(NamedTuple):
-    """A way to run the requests."""
+class Variant(NamedTuple):
+    """One configuration that runs the requests."""
 
     name: str
     at_once: int  # most sequences at once
@@ -79,46 +79,45 @@ def measure(
     requests = requests_of(plan, Tokenizer(resolve(config.model)), count, max_model_len)
     if not requests:
         raise ValueError(f"{plan.trace}: no request fits into max_model_len {max_model_len}")
-    with ThreadPoolExecutor(
-        1
-    ) as pool:  # one thread, as in the server: OpenMP keeps threads for each
+    # Load on a thread that ends, since OpenMP keeps threads for each live thread.
+    with ThreadPoolExecutor(1) as pool:
         runner = pool.submit(ModelRunner, config).result()
     most = min(config.max_num_seqs, len(requests))
     reserving = min(most, max(runner.num_blocks * config.block_size // max_model_len, 1))
-    ways = (
-        Way("static", reserving, reserved=max_model_len),
-        Way("contiguous", reserving, reserved=max_model_len),
-        Way("paged", most),
-        Way("prefixes", most, prefix_cache="on"),
+    variants = (
+        Variant("static", reserving, reserved=max_model_len),
+        Variant("contiguous", reserving, reserved=max_model_len),
+        Variant("paged", most),
+        Variant("prefixes", most, prefix_cache="on"),
     )
     Alone(config, runner).continuous(requests[:4], 4)  # warm-up
     for i in range(num_rounds):
-        for way in ways:
+        for variant in variants:
             held = Held()
-            reuse = config.model_copy(update={"prefix_cache": way.prefix_cache})
+            reuse = config.model_copy(update={"prefix_cache": variant.prefix_cache})
             alone = Alone(reuse, runner, held.update)
-            if way.name == "static":
-                result = alone.static(requests, way.at_once)
+            if variant.name == "static":
+                result = alone.static(requests, variant.at_once)
             else:
-                result = alone.continuous(requests, way.at_once, way.name)
-            if way.reserved:  # reserved, used or not
-                held.kv_tokens = held.running * way.reserved
+                result = alone.continuous(requests, variant.at_once, variant.name)
+            if variant.reserved:  # reserved, used or not
+                held.kv_tokens = held.running * variant.reserved
             yield replace(result, workload=plan.trace.stem, round=i), held
 
 
 def gains_of(title: str, results: Sequence[Result], held: Mapping[str, Held]) -> Gains:
-    """Compare each way with the one before it and with the first, within each round."""
+    """Compare each variant with the previous one and with the first, within each round."""
     cells = list(dict.fromkeys(result.cell for result in results))
 
     def over(cell: tuple[str, str, int], other: tuple[str, str, int]) -> Ratio:
         found = ratio(results, Goal("", cell, other, wanted=0))
-        assert found  # every round measures all ways
+        assert found  # every round measures all variants
         return found
 
     return Gains(
         title,
         [
-            WayGain(
+            VariantGain(
                 name=cell[1],
                 running=held[cell[1]].running,
                 kv_tokens=held[cell[1]].kv_tokens,
@@ -162,7 +161,7 @@ def main(arguments: list[str] | None = None) -> None:
         options.rounds,
     ):
         results.append(result)
-        held[result.way] = found
+        held[result.variant] = found
         console.print(*result.cell, f"{result.tokens_per_second:.1f} tokens/s")
     title = (
         f"{options.requests} requests of {options.trace.stem}, max_model_len "

@@ -22,7 +22,7 @@ from locust.env import Environment
 from locust.runners import WorkerRunner
 from rich.console import Console
 
-import tritium.backend.front.tokenizer  # noqa: F401 -- takes seconds, so it is imported once, before locust forks
+import tritium.backend.front.tokenizer  # noqa: F401 -- takes seconds: once, before locust forks
 from tritium.loadtests.replay.metrics import Scraper
 from tritium.loadtests.replay.options import (
     add_plan_options,
@@ -49,9 +49,8 @@ class _Shared:
     num_tests = multiprocessing.Value("i", 0)  # port of the web page
 
 
-_records: list[
-    Record
-] = []  # records of all processes; in a worker, those not sent to the master yet
+# Records of all processes; in a worker, the records that were not sent to the master yet.
+_records: list[Record] = []
 _healths: list[Health] = []
 
 
@@ -68,7 +67,7 @@ class Replay(LoadTestShape):
 class ReplayUser(User):
     """Replays its process's share of the plan."""
 
-    wait_time = constant(1e9)  # once
+    wait_time = constant(1e9)  # runs its task once
 
     @task
     def replay(self) -> None:
@@ -82,7 +81,7 @@ class ReplayUser(User):
 
     def _replay(self) -> Health:
         # gRPC waits inside its C core, where gevent cannot see it: without this the first stream
-        # would stop every other one. It comes before the first channel, and behind locust's fork.
+        # would stop all others. It must run before the first channel and after locust's fork.
         grpc_gevent.init_gevent()
         options, runner = _options(self.environment), self.environment.runner
         shares = _num_shares(self.environment)
@@ -139,8 +138,8 @@ def _num_shares(environment: Environment) -> int:
 def add_options(parser: LocustArgumentParser, **_: Any) -> None:
     """Add the options of a replay."""
     # Strings, since locust sends all options to its workers.
-    parser.add_argument("--trace", required=True, help="that is replayed")
-    parser.add_argument("--rate", type=float, default=1.0, help="how much faster time runs")
+    parser.add_argument("--trace", required=True, help="trace to replay")
+    parser.add_argument("--rate", type=float, default=1.0, help="factor by which time runs faster")
     parser.add_argument("--output", default="results/locust", help="folder")
     add_plan_options(parser)
     add_target_options(parser)

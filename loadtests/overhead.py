@@ -44,7 +44,7 @@ def turning(path: str, usage: Any, ledger: Any, metrics: Any) -> None:
     is_billed = True
 
     class Turning(BusyTime):
-        steps: list[tuple[int, int, int]] = []  # noqa: RUF012 -- there is one of this class
+        steps: list[tuple[int, int, int]] = []  # noqa: RUF012 -- the class has one instance
         count = 0
 
         def end_step(self, shares: StepShares) -> int:
@@ -99,5 +99,5 @@ def verdict(turns: Sequence[Turn]) -> str:
     met = "" if median >= WANTED else "  MISSED"
     return (
         f"speed with ledger and metrics / without, {len(ratios)} pairs of turns: {median:.3f} "
-        f"(95 % sure: {low:.3f} to {high:.3f}; wanted >= {WANTED}){met}"
+        f"(95 % interval: {low:.3f} to {high:.3f}; wanted >= {WANTED}){met}"
     )

@@ -3,7 +3,7 @@
     tritium loadtest overlap TRACE --scale 16 --blocks 512 1024 4096
 
 The engine runs without a model and receives the trace's prompts one after the other, in which equal
-hash ids are equal tokens. The second number is calculated from the ids alone.
+hash ids are equal tokens. The column of the hash ids is calculated from the ids alone.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class NoModel:
 
 
 def scaled(request: TraceRequest, scale: int) -> TraceRequest:
-    """The trace with all lengths divided by `scale`."""
+    """The request with its lengths divided by `scale`."""
     return msgspec.structs.replace(
         request,
         input_length=-(-request.input_length // scale),
@@ -79,7 +79,7 @@ def run(requests: list[TraceRequest], num_blocks: int, prefix_cache: str) -> Eng
     return engine.stats()
 
 
-def by_the_ids(requests: list[TraceRequest], num_blocks: int) -> float:
+def hit_ratio(requests: list[TraceRequest], num_blocks: int) -> float:
     cache = PrefixCache(num_blocks * BLOCK_SIZE)
     for request in requests:
         cache.add(request)
@@ -93,20 +93,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--blocks", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     options = parser.parse_args(arguments)
     requests = [scaled(request, options.scale) for request in read_trace(options.trace)]
-    table = Table("KV cache, blocks", "shadow index", "hash ids", "reused where it is on")
+    table = Table("KV cache, blocks", "shadow index", "hash ids", "reused with prefix_cache on")
     for num_blocks in options.blocks:
         overlap = run(requests, num_blocks, "auto").prefix_overlap
         num_computed = run(requests, num_blocks, "on").num_computed_tokens
         table.add_row(
             str(num_blocks),
             f"{overlap.num_pool_tokens / overlap.num_tokens:.2%}",
-            f"{by_the_ids(requests, num_blocks):.2%}",
+            f"{hit_ratio(requests, num_blocks):.2%}",
             f"{1 - num_computed / overlap.num_tokens:.2%}",
         )
     table.add_row(
         "endless",
         f"{overlap.num_window_tokens / overlap.num_tokens:.2%}",
-        f"{by_the_ids(requests, 0):.2%}",
+        f"{hit_ratio(requests, 0):.2%}",
         "",
     )
     Console().print(table)

@@ -4,7 +4,7 @@
 
 First 64 requests at once with a common system prompt of about 512 tokens, with reuse off, on and
 auto. Then a timing test: does TTFT reveal which prompts another business line or another salt has
-in the cache? Prompts that the other one has just sent and new prompts are sent in turns.
+in the cache? Prompts that the other line has just sent and new prompts are sent in turns.
 """
 
 import argparse
@@ -40,27 +40,27 @@ def words(rng: random.Random, number: int) -> str:
     return " ".join(rng.choice(common) for _ in range(number))
 
 
-def ask(client: GrpcClient, prompt: str, **who: Any) -> Usage:
+def ask(client: GrpcClient, prompt: str, **labels: Any) -> Usage:
     answer = client.generate(
-        prompt, sampling={"temperature": 0, "max_tokens": 8, "ignore_eos": True}, **who
+        prompt, sampling={"temperature": 0, "max_tokens": 8, "ignore_eos": True}, **labels
     )
     assert answer.usage
     return answer.usage
 
 
-def burst(client: GrpcClient, systems: list[str], **who: Any) -> list[Usage]:
+def burst(client: GrpcClient, systems: list[str], **labels: Any) -> list[Usage]:
     """Send one request per system prompt, each with a text of its own, all at once."""
     rng = random.Random(1)
     prompts = [f"{system} {words(rng, 31)}" for system in systems]
     with ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(lambda prompt: ask(client, prompt, **who), prompts))
+        return list(pool.map(lambda prompt: ask(client, prompt, **labels), prompts))
 
 
 def show_burst(name: str, usages: list[Usage]) -> None:
     computed = sum(usage.prompt_tokens - usage.cached_tokens for usage in usages)
     ttft = statistics.mean(usage.ttft_ms for usage in usages)
-    in_all = sum(usage.prompt_tokens for usage in usages)
-    print(f"{name}: {computed} of {in_all} prompt tokens computed, mean TTFT {ttft:.0f} ms")
+    total = sum(usage.prompt_tokens for usage in usages)
+    print(f"{name}: {computed} of {total} prompt tokens computed, mean TTFT {ttft:.0f} ms")
 
 
 def show_timing(name: str, client: GrpcClient, rng: random.Random, **prober: Any) -> None:
@@ -76,8 +76,8 @@ def show_timing(name: str, client: GrpcClient, rng: random.Random, **prober: Any
             cached += usage.cached_tokens
             times.append(usage.ttft_ms - usage.queue_ms)
     print(
-        f"{name}: {cached} tokens cached, TTFT {statistics.median(seen):.2f} ms of prompts that "
-        f"another has asked, {statistics.median(unseen):.2f} ms of new ones, "
+        f"{name}: {cached} tokens cached, TTFT {statistics.median(seen):.2f} ms for prompts "
+        f"that another line has sent, {statistics.median(unseen):.2f} ms for new prompts, "
         f"p = {p_value(seen, unseen):.3f}"
     )
 

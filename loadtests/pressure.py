@@ -34,7 +34,7 @@ from tritium.loadtests.statistics import percentile
 from tritium.loadtests.volley import volley
 
 _WORDS = ("time", "people", "water", "house", "day", "look", "make", "write", "long", "two", "most")
-_BLOCK_BYTES = 16 * 30 * 2 * 3 * 64 * 4  # of SmolLM2-135M in float32
+_BLOCK_BYTES = 16 * 30 * 2 * 3 * 64 * 4  # a KV block of SmolLM2-135M in float32
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Result:
 
 
 def prompt(num_tokens: int, seed: int = 0) -> str:
-    """A number of words of about one token each; each seed gives other words."""
+    """A text of words of about one token each; each seed gives other words."""
     return " ".join(_WORDS[(seed * 7 + i * (seed + 3)) % len(_WORDS)] for i in range(num_tokens))
 
 
@@ -103,8 +103,8 @@ def warm_client(server: TritonServer) -> GrpcClient:
 def burst(max_num_seqs: int = 8) -> Table:
     table = _table(
         "burst: 10 x max_queue_size",
-        *("max_queue_size", "over, s", "accepted", "refused"),
-        *("refused after, ms: p50, p99, max", "TTFT of accepted, s: p50, max", "bound, s"),
+        *("max_queue_size", "sent within, s", "accepted", "refused"),
+        *("time to refuse, ms: p50, p99, max", "TTFT of accepted, s: p50, max", "bound, s"),
     )
     for max_queue_size, interval in ((8, 0), (16, 0), (16, 0.008)):
         limits = {"max_num_seqs": max_num_seqs, "max_queue_size": max_queue_size}
@@ -135,9 +135,9 @@ def burst(max_num_seqs: int = 8) -> Table:
 
 def mixed(num_offline: int = 32, seconds: float = 20.0) -> Table:
     table = _table(
-        f"mixed: {num_offline} offline streams, an interactive one (16 + 4 tokens) every 200 ms",
-        *("interactive", "offline tokens/s", "their gaps, ms: p50"),
-        *("interactive TTFT, ms: p50, p95", "3 steps + prefill", "its share of tokens"),
+        f"mixed: {num_offline} offline streams, an interactive request (16 + 4 tokens) per 200 ms",
+        *("interactive", "offline tokens/s", "offline gaps, ms: p50"),
+        *("interactive TTFT, ms: p50, p95", "3 steps + prefill", "interactive share of tokens"),
     )
     with serving(max_num_seqs=64) as client:
         alone = percentile([ask(client, prompt(16, i), 1).ttft for i in range(9)], 50)
@@ -171,7 +171,7 @@ def _mix(
     running: set[int] = set()
     is_over = threading.Event()
 
-    def go_on(i: int) -> None:
+    def ask_repeatedly(i: int) -> None:
         def note() -> bool:
             running.add(i)
             return is_over.is_set()
@@ -182,7 +182,7 @@ def _mix(
     def ask_one(i: int) -> None:
         interactive.append(ask(client, prompt(16, i), 4))
 
-    threads = [threading.Thread(target=go_on, args=(i,)) for i in range(num_offline)]
+    threads = [threading.Thread(target=ask_repeatedly, args=(i,)) for i in range(num_offline)]
     for thread in threads:
         thread.start()
     while len(running) < num_offline:
@@ -205,7 +205,7 @@ def long(budgets: tuple[int, ...] = (128, 512, 2048, 8192)) -> Table:
     table = _table(
         "long: a prompt of 6,000 tokens among 16 streams",
         *("max_num_batched_tokens", "gaps between tokens meanwhile, ms: p50, p99, max"),
-        "TTFT of the long one, s",
+        "TTFT of the long prompt, s",
     )
     for budget in budgets:
         with serving(max_num_seqs=32, max_num_batched_tokens=budget) as client:
@@ -233,8 +233,8 @@ def long(budgets: tuple[int, ...] = (128, 512, 2048, 8192)) -> Table:
 
 def unread(num_streams: int = 16, num_tokens: int = 500, num_readers: int = 8) -> Table:
     table = _table(
-        f"unread: {num_streams} streams of {num_tokens} tokens beside {num_readers} that are read",
-        *("the others are", "TPOT of the readers, ms: p50", "server's memory, kB a token"),
+        f"unread: {num_streams} streams of {num_tokens} tokens, and {num_readers} readers",
+        *("the streams are", "TPOT of the readers, ms: p50", "server memory, kB per token"),
     )
     sampling = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
     with open(os.devnull, "wb") as log, serve_with({"max_num_seqs": 32}, log) as server:
@@ -263,9 +263,9 @@ def unread(num_streams: int = 16, num_tokens: int = 500, num_readers: int = 8) -
 
 def tight(num_requests: int = 64, num_tokens: int = 96) -> Table:
     table = _table(
-        f"tight: {num_requests} requests, {num_tokens} tokens of answer each, one in four 16",
-        *("KV blocks", "tokens/s", "preemptions: all, most of one"),
-        *("short ones end after, s: p50, max", "all after", "same answers"),
+        f"tight: {num_requests} requests, answers of {num_tokens} tokens, every fourth of 16",
+        *("KV blocks", "tokens/s", "preemptions: total, most per request"),
+        *("end of short answers, s: p50, max", "end of all, s", "equal answers"),
     )
     lengths = [16 if i % 4 == 3 else num_tokens for i in range(num_requests)]
     wanted = num_requests * -(-(64 + num_tokens) // 16)
@@ -306,10 +306,12 @@ def _table(title: str, *columns: str) -> Table:
 def main(arguments: list[str] | None = None) -> None:
     parts = {function.__name__: function for function in (burst, mixed, long, unread, tight)}
     parser = argparse.ArgumentParser(prog="tritium loadtest pressure", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(parts)}; all")
+    parser.add_argument(
+        "parts", nargs="*", metavar="part", help=f"{', '.join(parts)}; default: all"
+    )
     names = parser.parse_args(arguments).parts or list(parts)
     if unknown := set(names) - set(parts):
-        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; parts: {', '.join(parts)}")
     for name in names:
         Console(width=120).print(parts[name]())
 

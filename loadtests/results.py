@@ -1,7 +1,8 @@
 """Results of a benchmark: cells, their table, and ratios between them. Knows nothing of engines.
 
-A cell is one way of serving one workload at one concurrency. Each cell is measured once per round,
-the ways in turns, because the speed of a shared machine drifts. Ratios are taken within a round.
+A cell is one variant (an engine, a server, a peer) with one workload at one concurrency. Each cell
+is measured once per round, the variants in turns, because the speed of a shared machine drifts.
+Ratios are taken within a round.
 """
 
 import json
@@ -21,7 +22,7 @@ from tritium.loadtests.statistics import percentile
 class Result:
     """One round of a cell. Times in seconds."""
 
-    way: str
+    variant: str
     concurrency: int
     workload: str = "uniform"
     round: int = 0
@@ -36,7 +37,7 @@ class Result:
 
     @property
     def cell(self) -> tuple[str, str, int]:
-        return self.workload, self.way, self.concurrency
+        return self.workload, self.variant, self.concurrency
 
     def add(self, start: float, first: float, end: float, num_tokens: int) -> None:
         """Count one request by the times of its start, first and last token."""
@@ -53,7 +54,7 @@ class Goal(NamedTuple):
     """
 
     name: str
-    cell: tuple[str, str, int]  # workload, way, concurrency
+    cell: tuple[str, str, int]  # workload, variant, concurrency
     other: tuple[str, str, int]
     wanted: float
     measure: str = "tokens/s"  # or the median of TTFT or TPOT
@@ -105,7 +106,7 @@ def goal_line(goal: Goal, reached: Ratio) -> str:
 def table(results: Sequence[Result]) -> Table:
     """A row per cell: tokens/s as median and extremes of the rounds, times pooled."""
     table = Table(title="Output tokens/s; TTFT and TPOT in ms")
-    for name in ("workload", "way", "at once", "tokens/s", "spread"):
+    for name in ("workload", "variant", "concurrency", "tokens/s", "spread"):
         table.add_column(name, justify="right")
     for name in ("TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95"):
         table.add_column(name, justify="right")

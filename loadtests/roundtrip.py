@@ -1,4 +1,4 @@
-"""`make roundtrip`: is the replay of a capture the same traffic again?
+"""`make roundtrip`: whether the replay of a capture is the same traffic again.
 
 Locust replays a trace against a server that captures it (`trace_path`). Then the capture is
 replayed and captured as well. The two captures are compared: requests, lengths, prefix hits, and
@@ -146,8 +146,8 @@ def run(options: argparse.Namespace, console: Console) -> tuple[Summary, list[Ch
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tritium loadtest roundtrip", description=__doc__)
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--rate", type=float, default=1.0, help="how much faster time runs")
-    parser.add_argument("--processes", type=int, default=1, help="of the client")
+    parser.add_argument("--rate", type=float, default=1.0, help="factor by which time runs faster")
+    parser.add_argument("--processes", type=int, default=1, help="client processes")
     parser.add_argument("--output", type=Path, default=Path("results/roundtrip"), help="folder")
     add_plan_options(parser)
     console = Console()

@@ -43,7 +43,7 @@ class Point(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, int]:
-        """The limits as lines of config.pbtxt."""
+        """The limits by parameter name."""
         return {
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "max_num_seqs": self.max_num_seqs,
@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace) -> Iterator[Point]:
 
 
 def frontier(points: Sequence[Point], ttft_ms: float, tpot_ms: float) -> go.Figure:
-    """Tokens/s of all at once, against the latencies at the recorded times."""
+    """Tokens/s with all requests at once, against the latencies at the recorded times."""
     titles = ("TTFT p95, ms", "TPOT p95, ms")
     figure = make_subplots(rows=1, cols=2, subplot_titles=titles, shared_yaxes=True)
     speeds = [point.at_once.output_tokens_per_second for point in points]
@@ -146,7 +146,7 @@ def frontier(points: Sequence[Point], ttft_ms: float, tpot_ms: float) -> go.Figu
         )
         if bound:
             figure.add_vline(bound, line_dash="dash", row=1, col=column)
-    figure.update_yaxes(title="output tokens/s, all at once", row=1, col=1)
+    figure.update_yaxes(title="output tokens/s, all requests at once", row=1, col=1)
     return figure.update_layout(title="max_num_batched_tokens / max_num_seqs")
 
 
@@ -160,7 +160,7 @@ def _undominated(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def points_table(points: Sequence[Point]) -> Table:
-    table = Table(title="Latencies at the trace's times; tokens/s all at once")
+    table = Table(title="Latencies at the trace's times; tokens/s with all requests at once")
     for name in ("tokens / seqs", "TTFT p95 ms", "TPOT p95 ms", "attainment", "tokens/s"):
         table.add_column(name, justify="right")
     for point in points:
@@ -177,13 +177,13 @@ def points_table(points: Sequence[Point]) -> Table:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="tritium loadtest tune", description=__doc__)
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--rate", type=float, default=1.0, help="how much faster time runs")
+    parser.add_argument("--rate", type=float, default=1.0, help="factor by which time runs faster")
     parser.add_argument(
         "--max-num-batched-tokens", type=int, nargs="+", default=[128, 256, 512, 1024]
     )
     parser.add_argument("--max-num-seqs", type=int, nargs="+", default=[16, 32, 64])
-    parser.add_argument("--processes", type=int, default=1, help="of the client")
-    parser.add_argument("--output", type=Path, default=Path("results/tune"))
+    parser.add_argument("--processes", type=int, default=1, help="client processes")
+    parser.add_argument("--output", type=Path, default=Path("results/tune"), help="folder")
     add_plan_options(parser)
     options = parser.parse_args(arguments)
     console = Console()

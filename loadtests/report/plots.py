@@ -17,7 +17,7 @@ _WINDOW = 10  # seconds
 
 def timeline(runs: Sequence[Run]) -> go.Figure:
     """Arrivals and the server's gauges over time."""
-    titles = ("requests sent in a second", "running", "waiting", "KV blocks in use")
+    titles = ("requests sent per second", "running", "waiting", "KV blocks in use")
     figure = make_subplots(rows=4, cols=1, shared_xaxes=True, subplot_titles=titles)
     for run, color in zip(runs, _cycle(len(runs)), strict=True):
         seconds = Counter(int(record.sent) for record in run.records)
@@ -80,7 +80,7 @@ def goodput(runs: Sequence[Run]) -> go.Figure:
     return figure.update_layout(
         title="Goodput against rate",
         xaxis_title="requests/s sent",
-        yaxis_title="of these, requests/s that kept the SLO",
+        yaxis_title="requests/s within the SLO",
         height=400,
     )
 
@@ -101,14 +101,14 @@ def lengths(runs: Sequence[Run]) -> go.Figure:
 
 
 def gains(found: Gains) -> go.Figure:
-    """Speed, sequences at once and reserved KV of each way to run the same requests."""
-    titles = ("output tokens/s", "requests running at once", "tokens of KV cache held")
+    """Speed, running sequences and held KV tokens of each variant."""
+    titles = ("output tokens/s", "running sequences", "tokens held in the KV cache")
     figure = make_subplots(rows=1, cols=3, subplot_titles=titles)
-    names = [way.name for way in found.ways]
+    names = [variant.name for variant in found.variants]
     for column, values in (
-        (1, [way.tokens_per_second for way in found.ways]),
-        (2, [way.running for way in found.ways]),
-        (3, [way.kv_tokens for way in found.ways]),
+        (1, [variant.tokens_per_second for variant in found.variants]),
+        (2, [variant.running for variant in found.variants]),
+        (3, [variant.kv_tokens for variant in found.variants]),
     ):
         figure.add_bar(x=names, y=values, marker_color=_COLORS[0], row=1, col=column)
     return figure.update_layout(title=found.title, showlegend=False, height=400)

@@ -11,7 +11,7 @@ from tritium.loadtests.statistics import dispersion, ks_distance, percentile
 _MAX_BUSY = 0.95  # share of a core
 _MAX_DISTANCE = 0.02  # Kolmogorov-Smirnov distance
 _TOLERANCE = 0.02  # seconds, between arrivals
-_PHASES = 10  # of a second: offsets of the bins
+_PHASES = 10  # offsets of the bins per second
 
 
 class Distribution(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class Count(msgspec.Struct, frozen=True):
-    """Tokens by this report, by the server's counter and by the ledger; None: not read."""
+    """Tokens counted by the client, by the server and by the ledger; None: not read."""
 
     name: str
     here: int

@@ -70,13 +70,13 @@ def _csv_rows(columns: list[str], parse: Callable[..., TraceRequest]) -> Callabl
                     f"{path}, line 1: no column {', '.join(sorted(missing))}; the columns are "
                     f"{', '.join(columns)}"
                 )
-            places = [header.index(name) for name in columns]
+            indices = [header.index(name) for name in columns]
             while True:
                 try:
                     row = next(reader)
                     if len(row) != len(header):
                         raise ValueError(f"has {len(row)} columns instead of {len(header)}")
-                    request = parse(*[row[place] for place in places])
+                    request = parse(*[row[index] for index in indices])
                 except StopIteration:
                     return
                 except (ValueError, csv.Error) as error:

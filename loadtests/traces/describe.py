@@ -50,7 +50,7 @@ class PrefixCache:
         return self.hit_tokens / self.tokens if self.tokens else 0.0
 
     def add(self, request: TraceRequest) -> None:
-        """Look up a prompt, then store it; returns the number of reusable tokens."""
+        """Look up a prompt and count its reusable tokens, then store it."""
         hits = 0
         for hash_id in request.hash_ids:
             if hash_id not in self._blocks:
@@ -60,7 +60,9 @@ class PrefixCache:
         found = min(hits * request.hash_block_size, request.input_length - 1)
         self.hit_tokens += found // _BLOCK_SIZE * _BLOCK_SIZE
         self.tokens += request.input_length
-        for hash_id in reversed(request.hash_ids):  # a prefix must outlive its continuation
+        for hash_id in reversed(
+            request.hash_ids
+        ):  # so that a prefix is evicted after its continuation
             self._used += request.hash_block_size - self._blocks.pop(hash_id, 0)
             self._blocks[hash_id] = request.hash_block_size
         while self._size and self._used > self._size:
@@ -108,7 +110,7 @@ def description_table(name: str, found: Description) -> Table:
     rows = [
         ("requests", f"{found.num_requests}"),
         ("duration", f"{found.duration:.1f} s"),
-        ("rate", f"{found.rate:.3f} requests/s, at most {found.peak_rate:.0f} in a second"),
+        ("rate", f"{found.rate:.3f} requests/s, at most {found.peak_rate:.0f} within a second"),
         ("dispersion (1 s bins)", f"{found.dispersion:.2f} (Poisson: 1)"),
         ("tokens", f"{found.input_tokens} in, {found.output_tokens} out"),
     ]
@@ -118,7 +120,7 @@ def description_table(name: str, found: Description) -> Table:
         )
     rows += [
         (
-            "prefix hits, endless cache" if size == "endless" else f"  of {int(size):,} tokens",
+            "prefix hits, endless cache" if size == "endless" else f"  {int(size):,} tokens",
             f"{ratio:.1%}",
         )
         for size, ratio in reversed(found.hit_ratio.items())

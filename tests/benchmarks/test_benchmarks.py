@@ -123,7 +123,7 @@ def test_failing_case_does_not_affect_others():
 
 
 @pytest.mark.parametrize(
-    ("cases", "error"), [(dies, "its process ended with 3"), (hangs, "its time was over")]
+    ("cases", "error"), [(dies, "its process ended with 3"), (hangs, "its time limit was reached")]
 )
 def test_results_of_a_phase_that_dies_or_hangs_are_kept(cases, error):
     rows = list(run_phase(Phase("p", 2, cases), CPU, 2))

@@ -17,9 +17,9 @@ from tritium.loadtests.statistics import median_interval
 # -- results: rounds and ratios --
 
 
-def result(way: str, round_: int, speed: float, ttft: float = 0.1) -> Result:
+def result(variant: str, round_: int, speed: float, ttft: float = 0.1) -> Result:
     return Result(
-        way, 8, round=round_, num_tokens=int(speed), seconds=1.0, ttft=[ttft], tpot=[0.01]
+        variant, 8, round=round_, num_tokens=int(speed), seconds=1.0, ttft=[ttft], tpot=[0.01]
     )
 
 
@@ -96,7 +96,7 @@ def test_verdict_is_computed_from_pairs():
         pairs = [(Turn(True, 9, round(1000 * r), 5), Turn(False, 9, 1000, 5)) for r in ratios]
         return verdict([turn for i, pair in enumerate(pairs) for turn in pair[:: (-1) ** i]])
 
-    assert "3 pairs of turns: 1.000 (95 % sure: 0.990 to 1.020; wanted" in verdict_of(
+    assert "3 pairs of turns: 1.000 (95 % interval: 0.990 to 1.020; wanted" in verdict_of(
         1.02, 0.99, 1.0
     )
     assert "MISSED" not in verdict_of(1.02, 0.99, 1.0)
@@ -162,6 +162,6 @@ def test_closed_loop_keeps_its_concurrency():
 
 def test_points_are_medians_by_concurrency():
     results = [result("ours", i, speed) for i, speed in enumerate((100, 300, 200))]
-    [(way, [point])] = points(results).items()
-    assert (way, point.concurrency, point.tokens_per_second) == ("ours", 8, 200)
+    [(variant, [point])] = points(results).items()
+    assert (variant, point.concurrency, point.tokens_per_second) == ("ours", 8, 200)
     assert point.tpot_p95_ms == pytest.approx(10)

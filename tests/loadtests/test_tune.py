@@ -67,8 +67,8 @@ def test_requests_too_long_for_the_model_are_left_out(tmp_path, tokenizer):
     assert [(len(r.token_ids), r.num_output_tokens) for r in found] == [(40, 8), (30, 4)]
 
 
-def result(way, round_, tokens):
-    return Result(way, 4, "conv", round_, num_tokens=tokens, seconds=1.0)
+def result(variant, round_, tokens):
+    return Result(variant, 4, "conv", round_, num_tokens=tokens, seconds=1.0)
 
 
 def test_ratios_to_the_previous_and_the_first_variant():
@@ -80,11 +80,13 @@ def test_ratios_to_the_previous_and_the_first_variant():
         *(result("static", 2, 10), result("contiguous", 2, 14), result("paged", 2, 35)),
     ]
     found = gains_of("conv", results, held)
-    assert [way.tokens_per_second for way in found.ways] == [10, 14, 39]
-    assert [way.over_before.median for way in found.ways] == pytest.approx([1, 1.4, 2.5])
-    assert [way.over_first.median for way in found.ways] == pytest.approx([1, 1.4, 3.5])
-    assert (found.ways[2].over_first.low, found.ways[2].over_first.high) == (3, 3.9)
-    assert found.ways[2].cells[1:4] == ["9", "700", "39.0"]
+    assert [variant.tokens_per_second for variant in found.variants] == [10, 14, 39]
+    assert [variant.over_before.median for variant in found.variants] == pytest.approx(
+        [1, 1.4, 2.5]
+    )
+    assert [variant.over_first.median for variant in found.variants] == pytest.approx([1, 1.4, 3.5])
+    assert (found.variants[2].over_first.low, found.variants[2].over_first.high) == (3, 3.9)
+    assert found.variants[2].cells[1:4] == ["9", "700", "39.0"]
     assert gains_table(found).row_count == 3
 
 
