@@ -1,9 +1,13 @@
 """Token for token the greedy output of transformers' own model in float32, however scheduled."""
 
+import pytest
+
 from tests.conftest import FLOAT32
 from tests.greedy import SmallerRunner, generate
 from tests.prompts import NUM_TOKENS
 from tritium.backend.engine.engine import Engine
+
+pytestmark = pytest.mark.slow
 
 
 def make_engine(runner, **changes) -> Engine:

@@ -13,6 +13,8 @@ import pytest
 
 from tritium.benchmarks import pages
 
+pytestmark = pytest.mark.slow
+
 Row = dict[str, Any]
 
 # Ampere, Ada for what Ampere lacks, Hopper: what a block may take of shared memory, on the smallest

@@ -17,6 +17,8 @@ from tritium.kernels import reference
 with interpreted():
     from tritium.kernels.cuda import activation, norm
 
+pytestmark = pytest.mark.slow
+
 DTYPES = pytest.mark.parametrize(
     ("dtype", "bound"), [FP32, FP16, BF16], ids=["fp32", "fp16", "bf16"]
 )

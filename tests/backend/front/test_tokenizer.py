@@ -175,6 +175,7 @@ def test_template_that_is_only_for_tools(tokenizer, monkeypatch):
 # -- the cache for GGUF files --
 
 
+@pytest.mark.slow
 def test_cached_tokenizer_is_the_same(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     made = Tokenizer(resolve(SMOLLM2))
@@ -186,6 +187,7 @@ def test_cached_tokenizer_is_the_same(monkeypatch, tmp_path):
     assert kept.vocab_size == made.vocab_size
 
 
+@pytest.mark.slow
 def test_tokenizer_without_a_writable_cache(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

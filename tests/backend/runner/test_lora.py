@@ -20,6 +20,8 @@ from tritium.backend.runner.models import LlamaModel, ModelConfig
 from tritium.backend.runner.models.lora import PackedLora, add_lora
 from tritium.kernels import pack_linear
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 VOCABULARY = TINY["vocab_size"]
 PROMPTS = [[5], [1, 2, 3], list(range(40)), [7] * 5, [9] * 17, [3, 1, 4, 1, 5, 9, 2, 6], [5]]
