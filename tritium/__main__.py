@@ -59,7 +59,7 @@ COMMANDS: dict[str, Command | Group] = {
             "capture": Command("tritium.benchmarks.capture", "cost of a capture per request"),
             "cpu-steps": Command("tritium.benchmarks.cpu_steps", "cost of a step on CPU"),
             "gpu-check": Command("tritium.benchmarks.gpu_check", "all kernels and models on a GPU"),
-            "pages": Command("tritium.benchmarks.pages", "the generated table of docs/kernels.md"),
+            "pages": Command("tritium.benchmarks.pages", "the generated tables of docs/"),
             "prefix-cost": Command("tritium.benchmarks.prefix_cost", "cost of prefix look-ups"),
             "quality": Command("tritium.benchmarks.quality", "int8 and int4 weights: answers"),
             "roofline": Command("tritium.benchmarks.roofline", "least time of each operation"),
