@@ -23,7 +23,11 @@ CONTEXT, ROUNDS = 1024, 2000
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="tritium benchmark bill-cost", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="tritium benchmark bill-cost",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.parse_args(arguments)
     for num_sequences in (1, 32, 256):
         own = _seconds(num_sequences)

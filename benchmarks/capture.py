@@ -19,7 +19,11 @@ PROMPT_TOKENS, NUM_REQUESTS, ROUNDS = (16, 256, 1024, 8192), 500, 9
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="tritium benchmark capture", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="tritium benchmark capture",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.parse_args(arguments)
     print("prompt tokens | front's thread, us | capture's thread, us, ns per token")
     for length in PROMPT_TOKENS:

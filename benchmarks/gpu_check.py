@@ -148,7 +148,9 @@ def main(arguments: list[str] | None = None) -> None:
         prog="tritium benchmark gpu-check",
         description="Check all kernels and models on one GPU, and measure their speed.",
     )
-    parser.add_argument("--device", type=torch.device, default="cuda:0")
+    parser.add_argument(
+        "--device", type=torch.device, default="cuda:0", help="default: %(default)s"
+    )
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--only", default="", help="only phases whose names contain this text")
     options = parser.parse_args(arguments)

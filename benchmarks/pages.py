@@ -75,7 +75,11 @@ PARTS = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="tritium benchmark pages", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="tritium benchmark pages",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "parts", nargs="*", metavar="part", help=f"{', '.join(PARTS)}; default: all"
     )

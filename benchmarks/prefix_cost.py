@@ -37,7 +37,11 @@ class NoModel:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="tritium benchmark prefix-cost", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="tritium benchmark prefix-cost",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.parse_args(arguments)
     seconds: dict[str, list[float]] = {"off": [], "on": [], "auto": []}
     engines = {mode: _engine(mode) for mode in seconds}

@@ -66,7 +66,11 @@ def likeliest(scored: list[SampledToken]) -> list[int]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="tritium benchmark quality", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="tritium benchmark quality",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.parse_args(arguments)
     prompts = list(windows())
     table = Table(title=f"{len(prompts)} windows of {WINDOW} tokens")

@@ -75,11 +75,27 @@ def run(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="tritium benchmark speculative", description=__doc__)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4, 8, 15])
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
+    parser = argparse.ArgumentParser(
+        prog="tritium benchmark speculative",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--dtype", default="auto", help="dtype of the model; default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[4, 8, 15],
+        help="numbers of draft tokens; default: %(default)s",
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        nargs="+",
+        default=[1, 8],
+        help="numbers of requests; default: %(default)s",
+    )
     options = parser.parse_args(arguments)
     config = EngineConfig.model_validate(
         {

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from tritium.client.base import Client
-from tritium.client.chat import Chat, run_chat
+from tritium.client.chat import HELP, Chat, run_chat
 from tritium.client.grpc_client import GrpcClient
 from tritium.client.http_client import HttpClient
 from tritium.client.types import GenerationError, Usage
@@ -36,16 +36,45 @@ def build_parser() -> argparse.ArgumentParser:
     """Describe the commands and their options."""
     common = argparse.ArgumentParser(add_help=False)
     server = common.add_argument_group("server")
-    server.add_argument("--url", help="default: localhost:8001, with --http http://localhost:8000")
+    server.add_argument(
+        "--url",
+        help="address of the server; default: localhost:8001, with --http http://localhost:8000",
+    )
     server.add_argument("--http", action="store_true", help="use HTTP instead of gRPC")
-    server.add_argument("--model", default="smollm2", help="default: %(default)s")
+    server.add_argument(
+        "--model", default="smollm2", help="name of the served model; default: %(default)s"
+    )
     server.add_argument("--timeout", type=float, metavar="S", help="seconds for a whole answer")
     sampling = common.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=int, default=256, help="default: %(default)s")
-    sampling.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
-    sampling.add_argument("--top-p", type=float)
-    sampling.add_argument("--seed", type=int)
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
+    sampling.add_argument(
+        "--max-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="most tokens of an answer; default: %(default)s",
+    )
+    sampling.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="default: 0, the most likely token each time (greedy)",
+    )
+    sampling.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="sample from the most likely tokens of total probability P",
+    )
+    sampling.add_argument(
+        "--seed", type=int, metavar="N", help="makes a sampled answer reproducible"
+    )
+    sampling.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="end the answer before this text; may be repeated",
+    )
     sampling.add_argument(
         "--param",
         action="append",
@@ -57,11 +86,21 @@ def build_parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(prog="tritium", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    chat = commands.add_parser("chat", parents=[common], help="talk to the model")
+    chat = commands.add_parser(
+        "chat",
+        parents=[common],
+        help="talk to the model",
+        description=f"Talk to a served model: {HELP}.",
+    )
     chat.add_argument("--system", help="system prompt")
     chat.set_defaults(run=_chat)
-    generate = commands.add_parser("generate", parents=[common], help="print one answer")
-    generate.add_argument("prompt")
+    generate = commands.add_parser(
+        "generate",
+        parents=[common],
+        help="print one answer",
+        description="Print one answer of a served model, as it arrives.",
+    )
+    generate.add_argument("prompt", help="the user's message; with --raw the whole prompt")
     form = generate.add_mutually_exclusive_group()
     form.add_argument(
         "--chat", action="store_true", help="the prompt is a user's message (default)"

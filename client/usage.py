@@ -92,7 +92,11 @@ def to_json(report: Report) -> str:
 
 def add_commands(commands: Any) -> None:
     """`usage report`, `usage check` and `usage export`."""
-    usage = commands.add_parser("usage", help="bills from the files of a ledger")
+    usage = commands.add_parser(
+        "usage",
+        help="bills from the files of a ledger",
+        description="Compute bills from the files of a ledger, check them, and export their rows.",
+    )
     actions = usage.add_subparsers(required=True, metavar="ACTION")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
@@ -110,7 +114,10 @@ def add_commands(commands: Any) -> None:
     window.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
 
     report = actions.add_parser(
-        "report", parents=[common, window], help="what each line used and what it costs"
+        "report",
+        parents=[common, window],
+        help="what each line used and what it costs",
+        description="Print what each group of requests used and what it costs.",
     )
     report.add_argument(
         "--by",
@@ -129,14 +136,31 @@ def add_commands(commands: Any) -> None:
         "--basis",
         choices=("usage", "allocation"),
         default="usage",
-        help="usage: a line pays for its busy time; allocation: lines also share idle time",
+        help="usage (default): a line pays for its busy time; allocation: idle time is shared, too",
     )
-    report.add_argument("--format", choices=("table", "csv", "json", "html"), default="table")
+    report.add_argument(
+        "--format",
+        choices=("table", "csv", "json", "html"),
+        default="table",
+        help="default: %(default)s",
+    )
     report.set_defaults(run=_report)
-    check = actions.add_parser("check", parents=[common], help="prove that the bills add up")
+    check = actions.add_parser(
+        "check",
+        parents=[common],
+        help="check that the bills add up",
+        description="Check that the bills and the system accounts add up to the busy time.",
+    )
     check.set_defaults(run=_check)
-    export = actions.add_parser("export", parents=[common, window], help="one row per request")
-    export.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl")
+    export = actions.add_parser(
+        "export",
+        parents=[common, window],
+        help="one row per request",
+        description="Write one row per request.",
+    )
+    export.add_argument(
+        "--format", choices=("jsonl", "parquet"), default="jsonl", help="default: %(default)s"
+    )
     export.set_defaults(run=_export)
 
 

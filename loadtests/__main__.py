@@ -30,10 +30,20 @@ from tritium.loadtests.traces.format import read_trace, write_trace
 from tritium.loadtests.traces.synthesize import Lengths, Shape, synthesize
 
 
+def _add_parser(
+    commands: argparse._SubParsersAction, name: str, summary: str
+) -> argparse.ArgumentParser:
+    description = f"{summary[0].upper()}{summary[1:]}."
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=description
+    )
+    return parser
+
+
 def _add_convert(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("convert", help="make a trace from a file of another format")
-    parser.add_argument("input", type=Path)
-    parser.add_argument("output", type=Path)
+    parser = _add_parser(commands, "convert", "make a trace from a file of another format")
+    parser.add_argument("input", type=Path, help="file to convert")
+    parser.add_argument("output", type=Path, help="trace to write")
     parser.add_argument("--source", choices=SOURCES, help="default: guessed from the first line")
     parser.add_argument("--sort", action="store_true", help="accept rows in any order")
     parser.add_argument(
@@ -56,8 +66,8 @@ def _convert(options: argparse.Namespace, console: Console) -> None:
 
 
 def _add_describe(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("describe", help="rates, lengths, prefix hits of a trace")
-    parser.add_argument("trace", type=Path)
+    parser = _add_parser(commands, "describe", "rates, lengths, prefix hits of a trace")
+    parser.add_argument("trace", type=Path, help="trace in Tritium's format")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_describe)
 
@@ -71,10 +81,10 @@ def _describe(options: argparse.Namespace, console: Console) -> None:
 
 
 def _add_synthesize(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("synthesize", help="make a trace with given statistics")
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--rate", type=float, default=2.0, help="requests/s")
+    parser = _add_parser(commands, "synthesize", "make a trace with given statistics")
+    parser.add_argument("output", type=Path, help="trace to write")
+    parser.add_argument("--requests", type=int, default=1000, help="default: %(default)s")
+    parser.add_argument("--rate", type=float, default=2.0, help="requests/s; default: %(default)s")
     parser.add_argument(
         "--dispersion", type=float, default=1.0, help="index of dispersion of arrivals; 1: Poisson"
     )
@@ -93,7 +103,7 @@ def _add_synthesize(commands: argparse._SubParsersAction) -> None:
             default=(median, p95),
             help=f"tokens; default: {median} {p95}",
         )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.set_defaults(run=_synthesize)
 
 
@@ -122,13 +132,15 @@ def _gains_of(options: argparse.Namespace) -> Gains | None:
 
 
 def _add_replay(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("replay", help="replay a trace against a server, and report")
-    parser.add_argument("trace", type=Path)
+    parser = _add_parser(commands, "replay", "replay a trace against a server, and report")
+    parser.add_argument("trace", type=Path, help="trace in Tritium's format")
     add_plan_options(parser)
     add_target_options(parser)
     parser.add_argument("--rate", type=float, nargs="+", default=[1.0], help=RATE_HELP)
     parser.add_argument("--processes", type=int, default=1, help="client processes")
-    parser.add_argument("--output", type=Path, default=Path("results/replay"), help="folder")
+    parser.add_argument(
+        "--output", type=Path, default=Path("results/replay"), help="folder; default: %(default)s"
+    )
     _add_gains_option(parser)
     parser.set_defaults(run=_replay)
 
@@ -181,9 +193,11 @@ def _progress(
 
 
 def _add_compare(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("compare", help="put runs side by side")
+    parser = _add_parser(commands, "compare", "put runs side by side")
     parser.add_argument("runs", type=Path, nargs="+", help="output folders of replays")
-    parser.add_argument("--output", type=Path, default=Path("results/compare.html"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("results/compare.html"), help="default: %(default)s"
+    )
     _add_gains_option(parser)
     parser.set_defaults(run=_compare)
 

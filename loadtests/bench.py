@@ -309,15 +309,29 @@ def goals() -> list[Goal]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="tritium loadtest bench", description=__doc__)
-    parser.add_argument(
-        "--single-requests", type=int, default=8, help="requests (of the 64) at concurrency 1"
+    parser = argparse.ArgumentParser(
+        prog="tritium loadtest bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rounds", type=int, default=3, help="measurements per cell")
     parser.add_argument(
-        "--bill-seconds", type=float, default=120, help="duration of the measurement of billing"
+        "--single-requests",
+        type=int,
+        default=8,
+        help="number of requests at concurrency 1, of 64; default: %(default)s",
     )
-    parser.add_argument("--output", type=Path, default=Path("results/bench.json"))
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="measurements per cell; default: %(default)s"
+    )
+    parser.add_argument(
+        "--bill-seconds",
+        type=float,
+        default=120,
+        help="duration of the measurement of billing; default: %(default)s",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("results/bench.json"), help="default: %(default)s"
+    )
     options = parser.parse_args(arguments)
     options.output.parent.mkdir(exist_ok=True)
     console = Console()

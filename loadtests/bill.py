@@ -88,9 +88,20 @@ def neutrality(server: TritonServer, path: Path, rounds: int) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="tritium loadtest bill", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=4, help="rounds of the neutrality test")
-    parser.add_argument("--seconds", type=float, default=180, help="duration of the overhead test")
+    parser = argparse.ArgumentParser(
+        prog="tritium loadtest bill",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=4, help="rounds of the neutrality test; default: %(default)s"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=180,
+        help="duration of the overhead test; default: %(default)s",
+    )
     options = parser.parse_args(arguments)
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as log:

@@ -75,10 +75,26 @@ def draw(curves: dict[str, list[Point]], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="tritium loadtest curve", description=__doc__)
-    parser.add_argument("--results", type=Path, default=Path("results/peers.json"))
-    parser.add_argument("--points", type=Path, default=Path("results/curve.json"))
-    parser.add_argument("--output", type=Path, default=Path("docs/curve.svg"))
+    parser = argparse.ArgumentParser(
+        prog="tritium loadtest curve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=Path("results/peers.json"),
+        help="results of `make bench-peers`; default: %(default)s",
+    )
+    parser.add_argument(
+        "--points",
+        type=Path,
+        default=Path("results/curve.json"),
+        help="the points as JSON; default: %(default)s",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/curve.svg"), help="default: %(default)s"
+    )
     options = parser.parse_args(arguments)
     curves = points(load(options.results))
     fields = {name: [point._asdict() for point in curve] for name, curve in curves.items()}

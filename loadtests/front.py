@@ -152,10 +152,24 @@ def measure(num_streams: int, rate: float, seconds: float) -> Result:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="tritium loadtest front", description=__doc__)
-    parser.add_argument("--streams", type=int, nargs="+", default=_STREAMS)
-    parser.add_argument("--rate", type=float, default=30_000, help="offered tokens/s")
-    parser.add_argument("--seconds", type=float, default=4, help="duration at that rate")
+    parser = argparse.ArgumentParser(
+        prog="tritium loadtest front",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--streams",
+        type=int,
+        nargs="+",
+        default=_STREAMS,
+        help="numbers of streams; default: %(default)s",
+    )
+    parser.add_argument(
+        "--rate", type=float, default=30_000, help="offered tokens/s; default: %(default)s"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=4, help="duration at that rate; default: %(default)s"
+    )
     args = parser.parse_args(arguments)
     table = Table(title="From the engine to the clients")
     for name in ("streams", "tokens/s", "tokens per response", "stub us", "server us"):

@@ -133,16 +133,29 @@ def gains_of(title: str, results: Sequence[Result], held: Mapping[str, Held]) ->
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="tritium loadtest gains", description=__doc__)
-    parser.add_argument("trace", type=Path)
+    parser = argparse.ArgumentParser(
+        prog="tritium loadtest gains",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("trace", type=Path, help="trace in Tritium's format")
     parser.add_argument("--start", type=float, default=0.0, help="seconds into the trace")
-    parser.add_argument("--input-scale", type=float, default=1.0)
-    parser.add_argument("--output-scale", type=float, default=1.0)
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--max-model-len", type=int, default=2048)
-    parser.add_argument("--kv-cache-mib", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path("results/gains"), help="folder")
+    parser.add_argument("--input-scale", type=float, default=1.0, help="factor of input lengths")
+    parser.add_argument("--output-scale", type=float, default=1.0, help="factor of output lengths")
+    parser.add_argument("--requests", type=int, default=64, help="default: %(default)s")
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        default=2048,
+        help="longer requests are skipped; default: %(default)s",
+    )
+    parser.add_argument(
+        "--kv-cache-mib", type=int, default=512, help="size of the KV cache; default: %(default)s"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument(
+        "--output", type=Path, default=Path("results/gains"), help="folder; default: %(default)s"
+    )
     options = parser.parse_args(arguments)
     plan = Plan(
         options.trace,

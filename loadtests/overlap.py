@@ -87,10 +87,22 @@ def hit_ratio(requests: list[TraceRequest], num_blocks: int) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="tritium loadtest overlap", description=__doc__)
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--scale", type=int, default=16)
-    parser.add_argument("--blocks", type=int, nargs="+", default=[512, 1024, 2048, 4096])
+    parser = argparse.ArgumentParser(
+        prog="tritium loadtest overlap",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("trace", type=Path, help="trace in Tritium's format")
+    parser.add_argument(
+        "--scale", type=int, default=16, help="divisor of all lengths; default: %(default)s"
+    )
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        nargs="+",
+        default=[512, 1024, 2048, 4096],
+        help="cache sizes in blocks; default: %(default)s",
+    )
     options = parser.parse_args(arguments)
     requests = [scaled(request, options.scale) for request in read_trace(options.trace)]
     table = Table("KV cache, blocks", "shadow index", "hash ids", "reused with prefix_cache on")

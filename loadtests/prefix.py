@@ -110,7 +110,11 @@ def served() -> Iterator[tuple[str, grpcclient.InferenceServerClient]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="tritium loadtest prefix", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="tritium loadtest prefix",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.parse_args(arguments)
     rng = random.Random(0)
     with served() as (url, control):

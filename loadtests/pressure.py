@@ -305,7 +305,11 @@ def _table(title: str, *columns: str) -> Table:
 
 def main(arguments: list[str] | None = None) -> None:
     parts = {function.__name__: function for function in (burst, mixed, long, unread, tight)}
-    parser = argparse.ArgumentParser(prog="tritium loadtest pressure", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="tritium loadtest pressure",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "parts", nargs="*", metavar="part", help=f"{', '.join(parts)}; default: all"
     )

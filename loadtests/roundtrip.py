@@ -144,8 +144,12 @@ def run(options: argparse.Namespace, console: Console) -> tuple[Summary, list[Ch
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tritium loadtest roundtrip", description=__doc__)
-    parser.add_argument("trace", type=Path)
+    parser = argparse.ArgumentParser(
+        prog="tritium loadtest roundtrip",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("trace", type=Path, help="trace in Tritium's format")
     parser.add_argument("--rate", type=float, default=1.0, help="factor by which time runs faster")
     parser.add_argument("--processes", type=int, default=1, help="client processes")
     parser.add_argument("--output", type=Path, default=Path("results/roundtrip"), help="folder")

@@ -175,15 +175,31 @@ def points_table(points: Sequence[Point]) -> Table:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="tritium loadtest tune", description=__doc__)
-    parser.add_argument("trace", type=Path)
+    parser = argparse.ArgumentParser(
+        prog="tritium loadtest tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("trace", type=Path, help="trace in Tritium's format")
     parser.add_argument("--rate", type=float, default=1.0, help="factor by which time runs faster")
     parser.add_argument(
-        "--max-num-batched-tokens", type=int, nargs="+", default=[128, 256, 512, 1024]
+        "--max-num-batched-tokens",
+        type=int,
+        nargs="+",
+        default=[128, 256, 512, 1024],
+        help="values to try; default: %(default)s",
     )
-    parser.add_argument("--max-num-seqs", type=int, nargs="+", default=[16, 32, 64])
+    parser.add_argument(
+        "--max-num-seqs",
+        type=int,
+        nargs="+",
+        default=[16, 32, 64],
+        help="values to try; default: %(default)s",
+    )
     parser.add_argument("--processes", type=int, default=1, help="client processes")
-    parser.add_argument("--output", type=Path, default=Path("results/tune"), help="folder")
+    parser.add_argument(
+        "--output", type=Path, default=Path("results/tune"), help="folder; default: %(default)s"
+    )
     add_plan_options(parser)
     options = parser.parse_args(arguments)
     console = Console()

@@ -81,13 +81,24 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="VARIANT")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=(1, 8, 32, 64))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=VARIANTS,
+        default=VARIANTS,
+        metavar="VARIANT",
+        help=f"{', '.join(VARIANTS)}; default: all",
+    )
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", default=(1, 8, 32, 64), help="default: 1 8 32 64"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--first-round", type=int, default=0, help="number of the first round")
     parser.add_argument("--port", type=int, default=8200, help="first of eight consecutive ports")
     parser.add_argument("--append", action="store_true", help="add to existing results")
-    parser.add_argument("--output", type=Path, default=Path("results/peers.json"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("results/peers.json"), help="default: %(default)s"
+    )
     options = parser.parse_args(arguments)
     folder = Path("results/peers")
     folder.mkdir(parents=True, exist_ok=True)
