@@ -131,6 +131,7 @@ def test_results_of_a_phase_that_dies_or_hangs_are_kept(cases, error):
     assert rows[1]["error"] == error
 
 
+@pytest.mark.slow
 def test_whole_check_on_cpu_with_few_packages(tmp_path):
     """The packages are those of a GPU machine with torch, transformers and their requirements."""
     others = ["gguf", "google", "locust", "psutil", "pytest", "rich", "tritonclient", "xxhash"]

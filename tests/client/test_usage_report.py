@@ -216,6 +216,7 @@ def enlarge(path, num_rows: int) -> None:
     database.close()
 
 
+@pytest.mark.slow
 def test_large_ledger_takes_little_memory(tmp_path, capsys, monkeypatch):
     """All rows as dictionaries would take 15 MB."""
     path = write(tmp_path, totals(0), *rows_of("search", 1), totals(1))

@@ -168,6 +168,7 @@ def test_reading_names_the_first_bad_row(tmp_path):
         list(read_trace(path))
 
 
+@pytest.mark.slow
 def test_million_rows_in_little_memory(tmp_path):
     """Runs in a subprocess to measure its peak memory."""
     path, output = tmp_path / "in", tmp_path / "out"
