@@ -1,5 +1,6 @@
 """One Triton Server for all server tests, with two models: one with room and a cramped one."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ def tiny_weights(tokenizer, tmp_path_factory):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=tokenizer.vocab_size,
+        max_position_embeddings=8192,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -99,12 +101,17 @@ def server(repository, tmp_path_factory):
         )
 
 
+IDLE_GAUGE = re.compile(
+    r"tritium:(?:kv_blocks_used|requests_running|requests_waiting)"
+    r'\{.*model="(?:smollm2|cramped)".*\} 0(?:\.0*)?'
+)
+
+
 @pytest.fixture(autouse=True)
 def server_stays_usable(server):
     """After each test, both models must be idle, hold no KV blocks, and answer."""
     yield
+    until(lambda: sum(map(bool, map(IDLE_GAUGE.fullmatch, server.metrics()))) == 2 * 3)
     for model in ("smollm2", "cramped"):
-        for gauge in ("kv_blocks_used", "requests_running", "requests_waiting"):
-            until(lambda gauge=gauge, model=model: server.metric(gauge, model) == 0)
         one_token = {"temperature": 0, "max_tokens": 1}
         assert complete(server, "The capital of France is", model=model, sampling=one_token)

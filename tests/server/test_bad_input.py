@@ -3,8 +3,9 @@
 import json
 
 import pytest
+import tritonclient.grpc as grpcclient
 
-from tritium.loadtests.harness import collect, complete
+from tritium.loadtests.harness import collect, complete, write_model
 
 PROMPT = "The capital of France is"
 MESSAGES = json.dumps([{"role": "user", "content": "Hi"}])
@@ -132,8 +133,18 @@ def test_unsupported_sampling_parameter(server):
     assert "best_of" in message
 
 
+@pytest.fixture(scope="module")
+def long_model(server, repository, tiny_weights):
+    """A tiny model with the max_model_len of SmolLM2, whose longest prefill takes a minute."""
+    write_model(repository, "long", model=tiny_weights, kv_cache_memory="16MiB")
+    with grpcclient.InferenceServerClient(server.grpc_url) as control:
+        control.load_model("long")
+        yield "long"
+        control.unload_model("long")
+
+
 @pytest.mark.parametrize("over", [-1, 0, 1, 50])
-def test_prompts_around_max_model_len(server, tokenizer, over):
+def test_prompts_around_max_model_len(server, long_model, tokenizer, over):
     text = " hello" * (8192 + over)
     assert len(tokenizer.encode(text)) == 8192 + over
     if over == -1:
@@ -141,6 +152,7 @@ def test_prompts_around_max_model_len(server, tokenizer, over):
         (response,) = collect(
             server,
             text,
+            model=long_model,
             exclude_input_in_output=True,
             sampling={"max_tokens": 100, "ignore_eos": True},
             return_finish_reason=True,
@@ -149,7 +161,7 @@ def test_prompts_around_max_model_len(server, tokenizer, over):
         assert not response.error
         assert response.tensors["num_output_tokens"].item() == 1
     else:
-        status, message = error_of(server, text)
+        status, message = error_of(server, text, model=long_model)
         assert status == "INVALID_ARGUMENT"
         assert str(8192 + over) in message
         assert "8192" in message

@@ -27,9 +27,8 @@ def test_single_response_calls_of_a_decoupled_model_explain_the_error(server):
         with pytest.raises(InferenceServerException, match="decoupled"):
             client.infer("smollm2", [text])
     body = {"text_input": PROMPT, "stream": True, "max_tokens": 4}
-    _, message = server.http(
-        "models/smollm2/generate", body
-    )  # Triton Server 2.51 answers with status 200
+    # Triton Server 2.51 answers with status 200.
+    _, message = server.http("models/smollm2/generate", body)
     assert "exactly 1 response" in json.loads(message)["error"]
 
 
@@ -61,9 +60,7 @@ def test_characters_are_neither_split_nor_replaced(server, text):
     with ThreadPoolExecutor(2) as pool:
         streamed = pool.submit(collect, server, text, stream=True, sampling=FORCED)
         whole = pool.submit(complete, server, text, sampling=FORCED)
-    chunks = [
-        response.text for response in streamed.result()
-    ]  # raises an error on a split character
+    chunks = [response.text for response in streamed.result()]  # decoded strictly
     assert "".join(chunks) == whole.result()
     assert not any("\N{REPLACEMENT CHARACTER}" in chunk for chunk in chunks[:-1])
 
