@@ -93,12 +93,12 @@ def median_steps(engines: Sequence[tuple[Kind, Engine]], rounds: int = ROUNDS) -
     """Seconds per step of each engine, in turns."""
     times: list[list[float]] = [[] for _ in engines]
     for _ in range(rounds):
-        for (kind, engine), of_this in zip(engines, times, strict=True):
+        for (kind, engine), own in zip(engines, times, strict=True):
             with operations_of(kind):
                 start = time.perf_counter()
                 engine.step()
-                of_this.append(time.perf_counter() - start)
-    return [statistics.median(of_this) for of_this in times]
+                own.append(time.perf_counter() - start)
+    return [statistics.median(own) for own in times]
 
 
 def read_speed() -> float:
@@ -132,7 +132,7 @@ def compare(console: Console, batches: Sequence[int] = (1, 8, 32)) -> None:
         runners[-1].start()
         speed = read_speed()
         table = Table(title=f"A step of sequences with {CONTEXT} tokens, ms (tokens/s)")
-        for name in ("weights", "MB", *map(str, batches), "of the memory's speed, at 1"):
+        for name in ("weights", "MB", *map(str, batches), "share of memory bandwidth, at 1"):
             table.add_column(name, justify="right")
         megabytes = [weight_bytes(runner) / 1e6 for runner in runners]
         rows = [[kind.name, f"{mb:.0f}"] for kind, mb in zip(KINDS, megabytes, strict=True)]
@@ -151,7 +151,7 @@ def compare(console: Console, batches: Sequence[int] = (1, 8, 32)) -> None:
                 ]
         for row, share in zip(rows, shares, strict=True):
             table.add_row(*row, f"{share:.0%}")
-        console.print(f"The memory's speed: {speed / 1e9:.1f} GB/s")
+        console.print(f"Memory bandwidth: {speed / 1e9:.1f} GB/s")
         console.print(table)
 
     with ThreadPoolExecutor(1) as thread:
@@ -182,7 +182,7 @@ def growth(console: Console) -> None:
         runner.start()
         for what, points in (
             ("sequences of 256 tokens", [(b, 256) for b in (1, 2, 4, 8, 16, 32, 48, 64)]),
-            ("tokens, of each of 8 sequences", [(8, c) for c in (128, 512, 1024, 2048, 4096)]),
+            ("tokens in each of 8 sequences", [(8, c) for c in (128, 512, 1024, 2048, 4096)]),
         ):
             x = [batch if context == 256 else context for batch, context in points]
             y = []
@@ -228,11 +228,15 @@ def bookkeeping(console: Console) -> None:
             engine.step()
             times.append(time.perf_counter() - start)
         milliseconds = statistics.median(times[50:]) * 1000
-        console.print(f"{running} running, {waiting} waiting: {milliseconds:.3f} ms a step")
+        console.print(f"{running} running, {waiting} waiting: {milliseconds:.3f} ms per step")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="tritium benchmark cpu-steps", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="tritium benchmark cpu-steps",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.parse_args(arguments)
     console = Console(width=140)
     random.seed(0)

@@ -78,7 +78,7 @@ class Soak:
         self.num_sent = 0
 
     def learn(self) -> None:
-        """The answer to each prompt alone."""
+        """Get the answer to each prompt alone."""
         for prompt in self.prompts:
             self.expected[prompt] = self.grpc.generate(prompt, sampling=greedy(MAX_TOKENS)).text
             self.num_sent += 1
@@ -99,7 +99,7 @@ class Soak:
 
     def _client(self, number: int) -> None:
         rng = random.Random(number)
-        ways: list[tuple[float, Callable[[random.Random], str]]] = [
+        actions: list[tuple[float, Callable[[random.Random], str]]] = [
             (60, self._ask),
             (10, self._cancel),
             (8, self._hang_up),
@@ -110,24 +110,24 @@ class Soak:
             (3, self._find_no_memory),
             (2, self._fail),
         ]
-        weights = [weight for weight, _ in ways]
+        weights = [weight for weight, _ in actions]
         while time.monotonic() < self._until and next(self._numbers) < self._num_requests:
-            (_, way), *_ = rng.choices(ways, weights)
+            (_, action), *_ = rng.choices(actions, weights)
             try:
-                outcome = way(rng)
+                outcome = action(rng)
             except GenerationError as error:
-                outcome = f"{way.__name__.strip('_')}: {error.code}"
+                outcome = f"{action.__name__.strip('_')}: {error.code}"
                 if "injected" not in error.message:
-                    self.problems.append(f"{way.__name__}: {error}")
+                    self.problems.append(f"{action.__name__}: {error}")
             except Exception as error:  # noqa: BLE001 -- a problem that the soak reports
                 outcome = "broken"
-                self.problems.append(f"{way.__name__}: {error!r}")
+                self.problems.append(f"{action.__name__}: {error!r}")
             with self._lock:
                 self.outcomes[outcome] += 1
                 self.num_sent += 1
 
     def _ask(self, rng: random.Random, seconds: float = 0, **more: int) -> str:
-        """Read a whole answer, which must be right token by token."""
+        """Read a whole answer, and compare it with the answer alone."""
         prompt, num_tokens = rng.choice(self.prompts), rng.randrange(4, MAX_TOKENS)
         client = rng.choice([self.grpc, self.http])
         texts, num_output_tokens = [], 0
@@ -233,7 +233,7 @@ class Soak:
         if not self.num_sent - self.outcomes["timed out"] <= ended <= self.num_sent:
             self.problems.append(f"{self.num_sent} requests were sent, {ended:.0f} have ended")
         if abs(self.growth - 1) > 0.05:
-            self.problems.append(f"memory went to {self.growth:.1%} of what it was")
+            self.problems.append(f"memory is {self.growth:.1%} of its size in the second quarter")
 
     @property
     def growth(self) -> float:
@@ -275,10 +275,16 @@ def greedy(max_tokens: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tritium loadtest soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=20, help="at most")
-    parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--log", type=Path, default=None, help="the server's; default: none")
+    parser = argparse.ArgumentParser(
+        prog="tritium loadtest soak",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=20, help="time limit; default: %(default)s"
+    )
+    parser.add_argument("--requests", type=int, default=10_000, help="default: %(default)s")
+    parser.add_argument("--log", type=Path, default=None, help="file for the server's log")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder) / "models"
