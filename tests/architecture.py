@@ -74,7 +74,8 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"{name_of(path)}: relative import"
+            assert node.level == 0, f"{name_of(path)}: relative import"
+            assert node.module
             found.add(node.module)
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found

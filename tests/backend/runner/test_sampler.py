@@ -441,7 +441,7 @@ PENALTIES = [
     dict(presence_penalty=0.7),
     dict(frequency_penalty=-0.4),
     dict(repetition_penalty=0.8, presence_penalty=-1.0, frequency_penalty=0.5),
-    dict(),
+    {},
 ]
 
 
