@@ -68,7 +68,6 @@ def metadata_of(
         block_size=BLOCK_SIZE,
         num_decodes=int((query_lens == 1).sum()),
         max_query_len=int(query_lens.max()),
-        max_seq_len=int(seq_lens.max()),
     )
 
 

@@ -26,6 +26,7 @@ from tritium.backend.runner.model_runner import ModelRunner
 from tritium.benchmarks.engine_runs import make_engine
 from tritium.benchmarks.models import SMOLLM2
 from tritium.kernels import cpu
+from tritium.kernels.cpu import build
 
 CONTEXT = 200  # tokens per prompt
 ROUNDS = 30
@@ -51,13 +52,13 @@ KINDS = (
 @contextmanager
 def operations_of(kind: Kind) -> Iterator[None]:
     """A context in which PyTorch replaces kernels/cpu/ops.c if the kind says so."""
-    library = cpu.library
+    library = build.library
     if not kind.in_c:
-        cpu.library = lambda: None  # type: ignore[assignment]
+        build.library = lambda: None  # type: ignore[assignment]
     try:
         yield
     finally:
-        cpu.library = library
+        build.library = library
 
 
 def config_of(kind: Kind, **settings: Any) -> EngineConfig:

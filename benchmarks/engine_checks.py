@@ -50,7 +50,7 @@ def engine_checks(make_config: MakeConfig, setup: Setup) -> Iterator[Case]:
         run = partial(rounded.judge, kv_cache_dtype=cache_dtype)
         yield Case(f"{name}, KV cache {cache_dtype}", run)
     del rounded
-    if setup.on_gpu or cpu.library() is not None:
+    if setup.on_gpu or cpu.is_available():
         company = Company(hf_config, setup, work)
         yield Case("batch-invariant, alone against together", company.compare)
         yield Case("batch-invariant, times as long", company.cost)

@@ -1,8 +1,8 @@
-"""The operations a model is made of, one public function each.
+"""The operations of a model, one public function per operation.
 
-Each picks the Triton-lang kernel for tensors on CUDA, the C function (`cpu.py`), if there is one,
-on a CPU with AVX2 or AMX, and its plain PyTorch twin (`reference.py`) elsewhere, so that no model
-code knows which runs. Nothing here imports from `backend/`.
+Each function runs the Triton-lang kernel for tensors on CUDA (`kernels/cuda`), the C function on a
+CPU with AVX2 or AMX if it supports the tensors (`kernels/cpu`), and the PyTorch twin elsewhere
+(`reference.py`). So no model code knows which one runs. Nothing here imports from `backend/`.
 """
 
 import torch
@@ -39,16 +39,16 @@ bind_threads = cpu.bind_threads
 def pack_linear(
     weight: Tensor, bits: int = 16, arena: Arena | None = None
 ) -> Tensor | PackedWeight:
-    """A weight [out_features, in_features] as `linear`, which alone can read it, wants it.
+    """A weight [out_features, in_features] in the layout that only `linear` reads.
 
     Args:
-        bits: 8 or 4: rounded to so many. Only bfloat16, on a CPU with AVX2.
-        arena: Of the model's other weights.
+        bits: 8 or 4 round the weight to that many bits. Only for bfloat16 on a CPU with AVX2.
+        arena: Shared with the model's other weights.
 
     Raises:
-        ValueError: it can't be had in so few bits here.
+        ValueError: this weight can't be rounded to 8 or 4 bits on this machine.
     """
-    if cpu.packs(weight):
+    if cpu.supports_packing(weight):
         return cpu.pack(weight, bits, arena)
     if bits < 16:
         raise ValueError(
@@ -60,15 +60,15 @@ def pack_linear(
 
 def linear(
     x: Tensor,  # [num_tokens, in_features]
-    weight: Tensor | PackedWeight,  # [out_features, in_features], or what `pack_linear` made of it
+    weight: Tensor | PackedWeight,  # [out_features, in_features], or from `pack_linear`
     bias: Tensor | None = None,  # [out_features]
-    dtype: torch.dtype | None = None,  # of the result; None: as `x`
+    dtype: torch.dtype | None = None,  # of the result; None: the dtype of `x`
     batch_invariant: bool = False,
 ) -> Tensor:
     """x @ weight.T + bias. [num_tokens, out_features]
 
     Args:
-        batch_invariant: On CUDA, whether a row's result may not depend on how many rows there are.
+        batch_invariant: On CUDA, whether a row's result must not depend on the number of rows.
     """
     if isinstance(weight, PackedWeight):
         return cpu.linear(x, weight, bias, dtype or x.dtype)
@@ -89,7 +89,7 @@ def rms_norm(
         from tritium.kernels.cuda.norm import rms_norm as on_cuda
 
         return on_cuda(x, weight, eps)
-    if cpu.takes(x):
+    if cpu.supports_rows(x):
         return cpu.rms_norm(x, weight, eps)
     return reference.rms_norm(x, weight, eps)
 
@@ -100,12 +100,12 @@ def add_rms_norm(
     weight: Tensor,  # [size]
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """residual + x, and its rms_norm. Returns (normed, residual); `residual` is overwritten."""
+    """(rms_norm(residual + x), residual + x); the sum overwrites `residual`."""
     if x.is_cuda:
         from tritium.kernels.cuda.norm import add_rms_norm as on_cuda
 
         return on_cuda(x, residual, weight, eps)
-    if cpu.takes(x):
+    if cpu.supports_rows(x):
         return cpu.rms_norm(x, weight, eps, residual), residual
     return reference.add_rms_norm(x, residual, weight, eps)
 
@@ -118,7 +118,7 @@ def silu_and_mul(
         from tritium.kernels.cuda.activation import silu_and_mul as on_cuda
 
         return on_cuda(gate_up)
-    if cpu.takes(gate_up):
+    if cpu.supports_rows(gate_up):
         return cpu.silu_and_mul(gate_up)
     return reference.silu_and_mul(gate_up)
 
@@ -137,16 +137,16 @@ def attention(
     The step's own keys and values must already be in `kv_cache` (see `rope_and_cache`).
 
     Args:
-        scale: Of the scores.
-        sliding_window: How many keys up to its own a token sees; None: all.
+        scale: Factor on the scores.
+        sliding_window: A token sees this many keys, up to its own; None: all.
         soft_cap: Bounds the scaled scores smoothly: s -> soft_cap * tanh(s / soft_cap)
             (Gemma 2, 2024).
-        batch_invariant: On CUDA, whether a token's result may depend on nothing but its sequence.
+        batch_invariant: On CUDA, whether a token's result must depend only on its sequence.
 
     Returns:
         [num_tokens, num_heads, head_dim], the dtype of `q`.
     """
-    if cpu.attends(q, kv_cache, soft_cap):
+    if cpu.supports_attention(q, kv_cache, soft_cap):
         return cpu.attention(q, kv_cache, metadata, scale, sliding_window)
     if not q.is_cuda:
         return reference.attention(q, kv_cache, metadata, scale, sliding_window, soft_cap)
@@ -172,8 +172,8 @@ def rope_and_cache(
     `qkv` may be overwritten. A token whose slot is -1 is padding and is not written.
 
     Args:
-        qk_norm: The weights [head_dim] and the epsilon of an RMS norm of each query and key
-            before the rotation (Qwen3, 2025): (of queries, of keys, epsilon).
+        qk_norm: An RMS norm of each query and key before the rotation (Qwen3, 2025): (weight of
+            queries [head_dim], weight of keys [head_dim], epsilon).
 
     Returns:
         The rotated queries, [num_tokens, num_heads, head_dim], the dtype of `qkv`.
@@ -182,7 +182,7 @@ def rope_and_cache(
         from tritium.kernels.cuda.rope_cache import rope_and_cache as on_cuda
 
         return on_cuda(qkv, cos, sin, kv_cache, slot_mapping, qk_norm)
-    if cpu.caches(qkv, kv_cache):
+    if cpu.supports_cache(qkv, kv_cache):
         return cpu.rope_and_cache(qkv, cos, sin, kv_cache, slot_mapping, qk_norm)
     return reference.rope_and_cache(qkv, cos, sin, kv_cache, slot_mapping, qk_norm)
 
@@ -191,11 +191,11 @@ def add_bias(
     logits: Tensor,  # [num_rows, vocab_size] float32, changed in place
     token_ids: Tensor,  # [total] int32
     values: Tensor,  # [total] float32
-    starts: Tensor,  # [num_rows + 1] int32: row i's are elements [starts[i], starts[i + 1])
+    starts: Tensor,  # [num_rows + 1] int32: row i has the elements [starts[i], starts[i + 1])
 ) -> None:
-    """Add a value to the logit of each of a row's tokens, which differ or all get -inf."""
+    """Add values to logits. A row lists a token twice only if its value is -inf both times."""
     if logits.is_cuda:
-        from tritium.kernels.cuda.sampling import add_bias as on_cuda
+        from tritium.kernels.cuda.add_bias import add_bias as on_cuda
 
         return on_cuda(logits, token_ids, values, starts)
     return reference.add_bias(logits, token_ids, values, starts)
@@ -203,20 +203,20 @@ def add_bias(
 
 def apply_penalties(
     logits: Tensor,  # [num_rows, vocab_size] float32, changed in place
-    token_ids: Tensor,  # [total] int32: each of a row's tokens so far once
-    counts: Tensor,  # [total] int32: how often it is in the output; 0: only in the prompt
-    starts: Tensor,  # [num_rows + 1] int32: row i's are elements [starts[i], starts[i + 1])
+    token_ids: Tensor,  # [total] int32: each distinct token of a row's text so far
+    counts: Tensor,  # [total] int32: its occurrences in the output; 0: only in the prompt
+    starts: Tensor,  # [num_rows + 1] int32: row i has the elements [starts[i], starts[i + 1])
     repetition: Tensor,  # [num_rows] float32, 1: none
     presence: Tensor,  # [num_rows] float32, 0: none
     frequency: Tensor,  # [num_rows] float32, 0: none
 ) -> None:
-    """Make tokens that were there less likely (or more), as vLLM does.
+    """Make the tokens of the text so far less likely (or more likely), as vLLM does.
 
-    Repetition divides a positive logit and multiplies another, for all of the tokens; then
-    `frequency * count` and, for those in the output, `presence` are taken off.
+    First, for all of these tokens, `repetition` divides a positive logit and multiplies any other.
+    Then `frequency * count` is subtracted, and `presence` if the token is in the output.
     """
     if logits.is_cuda:
-        from tritium.kernels.cuda.sampling import apply_penalties as on_cuda
+        from tritium.kernels.cuda.apply_penalties import apply_penalties as on_cuda
 
         return on_cuda(logits, token_ids, counts, starts, repetition, presence, frequency)
     return reference.apply_penalties(
@@ -230,7 +230,7 @@ def apply_mask(
 ) -> None:
     """Forbid, with -inf, each token whose bit (token % 32 of word token // 32) is 0."""
     if logits.is_cuda:
-        from tritium.kernels.cuda.sampling import apply_mask as on_cuda
+        from tritium.kernels.cuda.apply_mask import apply_mask as on_cuda
 
         return on_cuda(logits, mask)
     return reference.apply_mask(logits, mask)
@@ -242,13 +242,13 @@ def sample(
 ) -> Tensor:
     """Choose a token for each row, without waiting for the device. [num_rows] int64
 
-    It is drawn from softmax(logits / temperature) over the tokens that min-p, top-k and top-p
-    (of what the other two left) leave. Tokens whose logits are equal are left together.
+    The token is drawn from softmax(logits / temperature) over the tokens that min-p, top-k and
+    top-p keep, with top-p applied to what the other two keep. Equal logits are kept together.
     """
     if logits.is_cuda:
         from tritium.kernels.cuda.sampling import sample as on_cuda
 
         return on_cuda(logits, sampling)
-    if cpu.samples(logits):
+    if cpu.supports_sampling(logits):
         return cpu.sample(logits, sampling)
     return reference.sample(logits, sampling)

@@ -1,4 +1,4 @@
-"""What attention reads: a layer's KV cache, and the shape of a step's batch, one for all layers."""
+"""The inputs of attention: a layer's KV cache, and the shape of a step's batch for all layers."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,17 +7,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_SHORT = 128  # tokens: padding to so many costs less than another group
+_SHORT = 128  # tokens; padding to this length costs less than another group
 
 # A vector x is quantised as x / scale, with scale = max |x| / the largest number of the dtype.
 QUANTISED_MAX = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-SMALLEST_MAX = 1e-30  # taken for a smaller max |x|, so that nothing is divided by 0
+SMALLEST_MAX = 1e-30  # replaces a smaller max |x|, so that nothing is divided by 0
 
 
 class KVCache(NamedTuple):
     """One layer's keys ([0]) and values ([1]), in blocks of `block_size` tokens.
 
-    Quantised, a vector is `data * scales`: one scale a token and KV head.
+    If quantised, a vector is `data * scales`, with one scale per token and KV head.
     """
 
     # [2, num_blocks, block_size, num_kv_heads, head_dim]; the model's dtype, float8_e4m3fn or int8
@@ -34,7 +34,7 @@ class KVCache(NamedTuple):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> "KVCache":
-        """A cache of zeros, with scales where `dtype` is a quantised one."""
+        """A cache of zeros, with scales if `dtype` is a quantised one."""
         shape = (2, num_blocks, block_size, num_kv_heads, head_dim)
         data = torch.zeros(shape, dtype=dtype, device=device)
         scales = torch.zeros(shape[:-1], device=device) if dtype in QUANTISED_MAX else None
@@ -47,7 +47,7 @@ class KVCache(NamedTuple):
         return 2 * block_size * num_kv_heads * (head_dim * dtype.itemsize + scale_bytes)
 
     def check(self, x: Tensor) -> None:
-        """Asserts what the kernels take for granted beside queries, keys or values x [.., dim]."""
+        """Assert what the kernels assume, for queries, keys or values x [..., head_dim]."""
         data, scales = self
         assert data.dim() == 5
         assert data.shape[0] == 2
@@ -72,16 +72,16 @@ class KVCache(NamedTuple):
 
 
 class DecodeGroup(NamedTuple):
-    """Sequences with one query token each, padded to the longest of them."""
+    """Sequences with one query token each, padded to the longest one."""
 
-    rows: Tensor | slice  # which sequences: [num_rows] int64, or the first ones
+    rows: Tensor | slice  # the sequences: [num_rows] int64, or a slice from 0 on
     block_ids: Tensor  # [num_rows * num_blocks] int64
     bias: Tensor  # [num_rows, 1, 1, num_blocks * block_size] float32: 0, or -inf past the end
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """The shape of one step's batch. The model runner fills it once a step.
+    """The shape of one step's batch. The model runner fills it once per step.
 
     A sequence's tokens, as half-open ranges::
 
@@ -98,18 +98,17 @@ class AttentionMetadata:
     block_tables: Tensor  # [num_seqs, max_blocks] int32: physical block of each logical block
     slot_mapping: Tensor  # [num_tokens] int64: block * block_size + offset; -1: not written
     block_size: int
-    num_decodes: int  # how many of the sequences have query_len 1
+    num_decodes: int  # sequences with query_len 1
     max_query_len: int
-    max_seq_len: int
 
-    # -- derived once for all layers, used by the CPU twin only --
+    # -- derived once for all layers, only for `reference.attention` --
 
     @cached_property
     def decode_groups(self) -> list[DecodeGroup]:
-        """The decoding sequences, those of like lengths together.
+        """The decoding sequences, grouped by similar lengths.
 
-        A group is padded to its longest sequence; none has more than half of its keys padded,
-        apart from short ones.
+        A group is padded to its longest sequence. At most half of a sequence's keys are padding,
+        except for short sequences.
         """
         seq_lens = self.seq_lens[: self.num_decodes]
         ascending, order = seq_lens.sort()
@@ -119,7 +118,7 @@ class AttentionMetadata:
             longest = int(ascending[end - 1])
             too_short = longest // 2 if longest > _SHORT else 0
             start = int(torch.searchsorted(ascending, too_short))
-            # All in one group stay where they are: a slice is taken without a copy.
+            # If all are in one group, a slice avoids a copy.
             whole = start == 0 and end == self.num_decodes
             groups.append(self._decode_group(slice(0, end) if whole else order[start:end], longest))
             end = start

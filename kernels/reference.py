@@ -1,4 +1,8 @@
-"""The plain PyTorch twin of each kernel: what the CPU runs, and the oracle of kernel tests."""
+"""The plain PyTorch twin of each kernel.
+
+It runs on a CPU where the C functions of `kernels/cpu` do not support the tensors, and kernel tests
+compare with it.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -21,23 +25,24 @@ GROUP_SIZE = 32  # weights that share a scale in 4 bits
 
 
 def pack_linear(weight: Tensor) -> Tensor:
-    """Lay out a weight [out_features, in_features] the way `linear` reads it fastest.
+    """Lay out a weight [out_features, in_features] so that `linear` reads it fastest.
 
-    On CPU: oneDNN's blocked layout for bfloat16, column-major for float32. The result is
-    only meant for `linear`.
+    On a CPU: oneDNN's blocked layout for bfloat16, column-major for float32. Only `linear` reads
+    the result.
     """
     if weight.device.type != "cpu":
         return weight
     if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.ops.mkldnn._reorder_linear_weight(weight)
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+        return packed
     return weight.t().contiguous().t()
 
 
 class Quantized(NamedTuple):
     """A weight [out_features, in_features], about `values * scales + offsets`.
 
-    Of 8 bits: int8, a scale [out_features, 1] float32 for each row, no offset. Of 4 bits: uint8
-    from 0 to 15, scales and offsets [out_features, in_features / 32] float16 for each group of 32.
+    8 bits: int8, one scale per row [out_features, 1] float32, no offset. 4 bits: uint8 from 0 to
+    15, one scale and one offset per group of 32 [out_features, in_features / 32] float16.
     """
 
     values: Tensor
@@ -50,13 +55,15 @@ class Quantized(NamedTuple):
         if self.offsets is None:
             return values * self.scales
         groups = values.unflatten(1, (-1, GROUP_SIZE))
-        return (groups * self.scales[..., None] + self.offsets[..., None].float()).flatten(1)
+        weight: Tensor = groups * self.scales[..., None] + self.offsets[..., None].float()
+        return weight.flatten(1)
 
 
 def quantize(weight: Tensor, bits: int) -> Quantized:
-    """Round a weight [out_features, in_features] to the nearest of 8 or 4 bits.
+    """Round a weight [out_features, in_features] to the nearest value in 8 or 4 bits.
 
-    8: symmetric, the largest of a row is 127. 4: from the smallest to the largest of a group.
+    8 bits: symmetric, a row's largest magnitude becomes 127. 4 bits: a group's smallest value
+    becomes 0, its largest 15.
     """
     weight = weight.float()
     if bits == 8:
@@ -74,7 +81,8 @@ def quantize(weight: Tensor, bits: int) -> Quantized:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [num_tokens, in_features] @ weight.T + bias -> [num_tokens, out_features]."""
     if weight.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return out
     return F.linear(x, weight, bias)
 
 
@@ -84,7 +92,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """residual + x, and its rms_norm. Returns (normed, residual); `residual` is overwritten."""
+    """(rms_norm(residual + x), residual + x); the sum overwrites `residual`."""
     residual += x
     return rms_norm(residual, weight, eps), residual
 
@@ -103,7 +111,7 @@ def rope_and_cache(
     slot_mapping: Tensor,
     qk_norm: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
-    """See `kernels.rope_and_cache`. Rotates halves, as Llama does (Su et al., 2021)."""
+    """See `kernels.rope_and_cache`. Rotates a head's halves (Su et al., 2021), as Llama does."""
     num_kv_heads, head_dim = kv_cache.data.shape[-2:]
     num_rotated = qkv.shape[1] - num_kv_heads
     rotated, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
@@ -130,9 +138,9 @@ def rope_and_cache(
 
 
 def _quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [..., head_dim] ~ data * scales: data [..., head_dim] of that dtype, scales [...] float32.
+    """x [..., head_dim] ~ data * scales: data [..., head_dim] of `dtype`, scales [...] float32.
 
-    The scale takes the largest |x| to the largest number of the dtype.
+    The largest |x| becomes the largest number of the dtype.
     """
     x = x.float()
     scales = x.abs().amax(dim=-1).clamp_min(SMALLEST_MAX) / QUANTISED_MAX[dtype]
@@ -148,7 +156,7 @@ def attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """See `kernels.attention`. Decoding sequences in groups, then each prefill by itself."""
+    """See `kernels.attention`. First decoding sequences in groups, then one prefill at a time."""
     out = torch.empty_like(q)
     for group in metadata.decode_groups:
         out[group.rows] = _decode(q[group.rows], kv_cache, group, scale, sliding_window, soft_cap)
@@ -169,7 +177,7 @@ def attention(
 
 
 def _gather(kv_cache: KVCache, block_ids: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The keys, then the values of blocks: [num_blocks, block_size, num_kv_heads, head_dim]."""
+    """The blocks' keys, then values: [num_blocks, block_size, num_kv_heads, head_dim] each."""
     for i, cached in enumerate(kv_cache.data):
         x = cached.index_select(0, block_ids)
         if kv_cache.scales is not None:
@@ -185,9 +193,9 @@ def _decode(
     sliding_window: int | None,
     soft_cap: float | None,
 ) -> Tensor:
-    """One query token a sequence. [num_rows, num_heads, head_dim]
+    """One query token per sequence. [num_rows, num_heads, head_dim]
 
-    The query heads that share a KV head stand as the rows of one attention problem.
+    The query heads that share a KV head are the rows of one attention problem.
     """
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = kv_cache.data.shape[-2]
@@ -206,8 +214,8 @@ def _decode(
 
 def _sdpa(
     q: Tensor,  # [n, num_heads, query_len, head_dim]
-    k: Tensor,  # [n, num_kv_heads, width, head_dim], as v
-    v: Tensor,
+    k: Tensor,  # [n, num_kv_heads, width, head_dim]
+    v: Tensor,  # [n, num_kv_heads, width, head_dim]
     mask: Tensor | None,  # bool, or a float32 bias; None: causal, query_len == width
     scale: float,
     soft_cap: float | None,
@@ -242,14 +250,14 @@ def _causal_mask(
 
 # -- sampling --
 
-_NUM_CANDIDATES = 256  # where filters leave fewer tokens, no other is looked at
-_IN_CACHE = 2**16  # floats, of which a processor's own cache holds a few times as many
+_NUM_CANDIDATES = 256  # most likely tokens; filters that keep fewer look at no other token
+_IN_CACHE = 2**16  # floats; a core's own cache holds a few times as many
 
 
 def add_bias(logits: Tensor, token_ids: Tensor, values: Tensor, starts: Tensor) -> None:
     """See `kernels.add_bias`."""
-    places = _rows(starts) * logits.shape[-1] + token_ids
-    logits.view(-1)[places] += values
+    indices = _rows(starts) * logits.shape[-1] + token_ids
+    logits.view(-1)[indices] += values
 
 
 def apply_penalties(
@@ -263,15 +271,15 @@ def apply_penalties(
 ) -> None:
     """See `kernels.apply_penalties`."""
     rows = _rows(starts)
-    places = rows * logits.shape[-1] + token_ids
+    indices = rows * logits.shape[-1] + token_ids
     r, p, f = (penalty.index_select(0, rows) for penalty in (repetition, presence, frequency))
-    x = logits.view(-1).index_select(0, places)
+    x = logits.view(-1).index_select(0, indices)
     x = torch.where(x > 0, x / r, x * r) - f * counts - p * (counts > 0)
-    logits.view(-1).index_copy_(0, places, x)
+    logits.view(-1).index_copy_(0, indices, x)
 
 
 def _rows(starts: Tensor) -> Tensor:
-    """[total] int64: which row each element of a ragged list belongs to."""
+    """[total] int64: the row of each element of a ragged list."""
     return torch.repeat_interleave(starts.diff().long())
 
 
@@ -301,37 +309,38 @@ def sample(logits: Tensor, sampling: SamplingTensors | None) -> Tensor:
         drawn[rows] = beyond = found <= top[:, -1]
         if beyond.any():
             x, part = x[beyond], _take(part, beyond)
-            descending = torch.from_numpy(-np.sort(-x.numpy()))  # many times as fast as torch's
+            descending = torch.from_numpy(-np.sort(-x.numpy()))  # much faster than torch's sort
             thresholds[rows[beyond]] = _find_thresholds(x, descending, part)
     if drawn.any():
-        vocabulary = torch.from_numpy(np.arange(vocab_size, dtype=np.int32))  # fast, as above
+        vocabulary = torch.from_numpy(np.arange(vocab_size, dtype=np.int32))  # faster than torch's
         for rows in _few_rows(drawn.nonzero().flatten(), vocab_size):
             tokens[rows] = _draw(logits[rows], vocabulary, thresholds[rows], _take(sampling, rows))
     return tokens
 
 
 def _few_rows(x: Tensor, row_size: int) -> tuple[Tensor, ...]:
-    """So many of x's rows at once that each thread's stay in its cache between operations."""
-    return x.split(torch.get_num_threads() * max(1, _IN_CACHE // row_size))
+    """Parts of x with so few rows that each thread's rows stay in its cache between operations."""
+    parts: tuple[Tensor, ...] = x.split(torch.get_num_threads() * max(1, _IN_CACHE // row_size))
+    return parts
 
 
 def _take(sampling: SamplingTensors, rows: Tensor) -> SamplingTensors:
-    """Some of the rows."""
+    """The parameters of these rows."""
     temperature, top_k, top_p, min_p, keys = (column[rows] for column in sampling[:5])
     return SamplingTensors(temperature, top_k, top_p, min_p, keys, sampling.any_filtered)
 
 
 def _argmax(x: Tensor) -> Tensor:
-    """[n]: the first of the largest in each row of x [n, m]. numpy is 20 times as fast as torch."""
+    """[n]: the index of each row's first maximum, x [n, m]. numpy is 20 times as fast as torch."""
     return torch.from_numpy(x.numpy().argmax(axis=-1))
 
 
 def _find_thresholds(
     logits: Tensor,  # [n, vocab_size]
-    top: Tensor,  # [n, m]: the largest of them, in descending order
+    top: Tensor,  # [n, m]: the largest logits, in descending order
     sampling: SamplingTensors,
 ) -> Tensor:
-    """[n]: the least logit that the filters leave, or the last of `top` if they may leave more.
+    """[n]: the smallest logit that the filters keep, or the last of `top` if they may keep more.
 
     The filters act in the kernel's order: min-p, top-k, top-p.
     """
@@ -341,7 +350,7 @@ def _find_thresholds(
     kth = kth.where(top_k < logits.shape[-1], -torch.inf)
     cut = torch.maximum(best + temperature * min_p.log(), kth)
 
-    # What min-p and top-k leave weighs as much as `top` from the cut on, or as everything.
+    # The weight of the tokens that min-p and top-k keep: those of `top` from the cut on, or all.
     parts = zip(*(_few_rows(x, logits.shape[-1]) for x in (logits, best, temperature)), strict=True)
     mass = torch.cat([_weigh(*part).sum(dim=-1, keepdim=True) for part in parts])
     weights = _weigh(top, best, temperature)
@@ -354,7 +363,7 @@ def _find_thresholds(
 
 
 def _weigh(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
-    """Each token's probability as a share of the best token's."""
+    """Each token's probability relative to the best token's."""
     return ((logits - best) / temperature).exp_()
 
 
@@ -364,7 +373,7 @@ def _draw(
     thresholds: Tensor,  # [n]
     sampling: SamplingTensors,
 ) -> Tensor:
-    """[n]: where in each row logit + temperature * noise is largest, not below the threshold."""
+    """[n]: each row's argmax of logit + temperature * noise over logits >= threshold."""
     scores = gumbel(token_ids, sampling.keys).mul_(sampling.temperature[:, None]).add_(logits)
     if sampling.any_filtered:
         scores.masked_fill_(logits < thresholds[:, None], -torch.inf)
@@ -372,11 +381,11 @@ def _draw(
 
 
 def gumbel(token_ids: Tensor, keys: Tensor) -> Tensor:
-    """Gumbel noise for each token under each row's key, the same wherever it is computed.
+    """Gumbel noise per token and row's key; the same on every device.
 
-    -log(-log(1 - v)), with v uniform in (0, 1), of 31 bits that are a hash of token and key:
-    lowbias32 (Wellons, 2018) of a Weyl sequence, one half of the key its start, the other half
-    mixed in midway. Rare tokens need the largest noise, so v is exact near 0: noise of up to 22.
+    -log(-log(1 - v)), with v uniform in (0, 1), from 31 bits that are a hash of token and key:
+    lowbias32 (Wellons, 2018) of a Weyl sequence that starts at one half of the key; the other half
+    is mixed in midway. Rare tokens need the largest noise, so v is exact near 0: noise up to 22.
 
     Args:
         token_ids: [m] or [n, m] int32
@@ -387,7 +396,7 @@ def gumbel(token_ids: Tensor, keys: Tensor) -> Tensor:
     """
     low, high = keys.view(torch.int32).view(-1, 2, 1).unbind(1)  # [n, 1]
     x = token_ids * (0x9E3779B9 - 2**32) + low
-    x ^= (x >> 16).bitwise_and_(0xFFFF)  # int32 as if it were unsigned
+    x ^= (x >> 16).bitwise_and_(0xFFFF)  # a logical shift of int32
     x *= 0x7FEB352D
     x ^= high
     x ^= (x >> 15).bitwise_and_(0x1FFFF)

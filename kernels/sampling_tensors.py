@@ -1,4 +1,4 @@
-"""What sampling needs to know of a step's batch, one element a row."""
+"""The sampling parameters of a step's batch, one element per row."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,11 @@ from torch import Tensor
 
 
 class SamplingTensors(NamedTuple):
-    """How each row's token is chosen. The sampler fills it once a step."""
+    """How each row's token is chosen. The sampler fills it once per step."""
 
     temperature: Tensor  # [num_rows] float32; 0: the most likely token, without any filter
     top_k: Tensor  # [num_rows] int32, at least 1; vocab_size: all
     top_p: Tensor  # [num_rows] float32; 1: all
     min_p: Tensor  # [num_rows] float32; 0: all
-    keys: Tensor  # [num_rows] int64: each row's noise depends on its key alone
-    any_filtered: bool  # known to the host: whether top_k, top_p or min_p act on a row
+    keys: Tensor  # [num_rows] int64: a row's noise depends only on its key
+    any_filtered: bool  # known on the host: whether any row has top_k, top_p or min_p

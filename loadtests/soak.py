@@ -37,7 +37,7 @@ NUM_CLIENTS = 24
 MAX_TOKENS = 24
 LIMITS: dict[str, Any] = {
     # Answers must not depend on other requests. The C operations ensure it, float32 nearly.
-    "dtype": "auto" if cpu.library() else "float32",
+    "dtype": "auto" if cpu.is_available() else "float32",
     "kv_cache_memory": "24MiB",  # without reserve, some sequences are preempted
     "reserve_blocks_per_seq": 0,
     "max_num_seqs": 16,

@@ -1,4 +1,4 @@
-"""What tests of kernels need: Triton-lang's interpreter, and memory full of NaN."""
+"""For tests of kernels: Triton-lang's interpreter, and memory full of NaN."""
 
 import os
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ from torch import Tensor
 from triton.runtime import interpreter as tl_interpreter
 from triton.runtime.interpreter import InterpretedFunction
 
-# Each dtype with the bound on error().
+# (dtype, bound on error())
 FP32, FP16, BF16 = (torch.float32, 5e-6), (torch.float16, 1e-3), (torch.bfloat16, 1e-2)
 
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """To import kernels in. Not for the processes that other tests start."""
+    """A context to import kernels in. Other tests' processes must not inherit the variable."""
     os.environ["TRITON_INTERPRET"] = "1"
     yield
     del os.environ["TRITON_INTERPRET"]
@@ -27,17 +27,17 @@ def interpreted() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def interpreter() -> Iterator[None]:
-    """On one thread: tensors this small take up to 20 times as long on more of a busy machine."""
+    """On one thread: on a busy machine, small tensors take up to 20 times as long on more."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with interpreted():  # triton imports more of itself at the first launch
+    with interpreted():  # the first launch imports more of triton
         yield
     torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """Makes torch fill with NaN what it allocates without a value."""
+    """Makes torch fill uninitialised memory with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -45,10 +45,10 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def dot_of_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tl.dot adds each row's products in one order, as a GPU's matrix units do.
+    """Makes tl.dot add each row's products in one order, as a GPU's matrix units do.
 
-    NumPy's BLAS need not: on some processors, what a row gets depends on its place in the tile.
-    There is no BLAS of long doubles, so NumPy multiplies those by a plain loop.
+    NumPy's BLAS may not: on some processors a row's result depends on its index in the tile.
+    There is no BLAS for long doubles, so NumPy multiplies them in a plain loop.
     """
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
@@ -59,6 +59,6 @@ def dot_of_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def error(out: Tensor, expected: Tensor) -> float:
-    """||out - expected|| / ||expected|| of the row where it is largest."""
+    """||out - expected|| / ||expected|| of the row with the largest error."""
     difference = (out.double() - expected).norm(dim=-1)
     return float((difference / expected.norm(dim=-1)).max())

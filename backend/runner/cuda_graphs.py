@@ -8,18 +8,17 @@ from torch import Tensor
 from tritium.backend.runner.models import LlamaModel
 from tritium.kernels import AttentionMetadata, KVCache
 
-_NO_SLOT = -1  # written nowhere
+_NO_SLOT = -1  # the slot of padding, which is not written
 
 
 class DecodeGraphs:
-    """The model's forward pass, captured for some batch sizes and replayed for all below them.
+    """The model's forward pass, captured for some batch sizes and replayed for all sizes below.
 
-    A graph repeats launches with the addresses they had. So a step's inputs are copied to where
-    the graph reads them, and rows that are left over are padding: no slot, no keys. What follows
-    from lengths is read by the kernels on the device.
+    A graph repeats launches with the addresses that they had. So a step's inputs are copied to the
+    addresses that the graph reads, and surplus rows are padding, without a slot and without keys.
+    The kernels read the lengths on the device.
 
     Args:
-        model: Whose forward pass.
         max_num_seqs: The largest batch.
         max_model_len: The longest sequence.
     """
@@ -34,24 +33,23 @@ class DecodeGraphs:
     ) -> None:
         self._model = model
         self._kv_caches = kv_caches
-        self._max_model_len = max_model_len
+        self._block_size = block_size
         device = model.device
         max_blocks = -(-max_model_len // block_size)
         self._input_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self._slot_mapping = torch.full_like(self._positions, _NO_SLOT)
+        self._positions = torch.zeros_like(self._input_ids)
+        self._slot_mapping = torch.full_like(self._input_ids, _NO_SLOT)
         self._seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._block_tables = torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32, device=device)
         self._query_start_loc = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
-        self._block_size = block_size
 
         self._sizes = batch_sizes(max_num_seqs)
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        # Largest first: the smaller ones then fit in its memory.
+        # Largest first: the smaller graphs then fit in its memory.
         self._graphs = {size: self._capture(size) for size in reversed(self._sizes)}
 
     def run(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """As `LlamaModel.forward`. What it returns is overwritten by the next run."""
+        """Like `LlamaModel.forward`. The next run overwrites the result."""
         num_seqs = len(input_ids)
         size = next(size for size in self._sizes if size >= num_seqs)
         self._input_ids[:num_seqs].copy_(input_ids)
@@ -67,8 +65,8 @@ class DecodeGraphs:
         return hidden[:num_seqs]
 
     def _capture(self, size: int) -> tuple[Callable[[], None], Tensor]:
-        """What replays a batch of `size`, and where its hidden states [size, hidden] are then."""
-        self._forward(size)  # with this size's own kernels, which a capture could not compile
+        """(replay, the hidden states [size, hidden] that it writes) of a batch of this size."""
+        self._forward(size)  # compiles this size's kernels, which a capture can't
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             hidden = self._forward(size)
@@ -84,14 +82,12 @@ class DecodeGraphs:
             block_size=self._block_size,
             num_decodes=size,
             max_query_len=1,
-            max_seq_len=self._max_model_len,
         )
-        return self._model.forward(
-            self._input_ids[:size], self._positions[:size], self._kv_caches, metadata
-        )
+        input_ids, positions = self._input_ids[:size], self._positions[:size]
+        return self._model.forward(input_ids, positions, self._kv_caches, metadata)
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """Ascending; close enough that padding costs little, few enough to be captured in seconds."""
+    """Ascending; close enough for little padding, few enough for a capture in seconds."""
     sizes = {1, 2, 4, *range(8, min(largest, 128), 8), *range(128, largest, 32), largest}
     return sorted(size for size in sizes if size <= largest)

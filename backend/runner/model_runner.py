@@ -1,13 +1,14 @@
-"""Scheduled sequences to tensors, through the model, to sampled token ids. Owns the KV cache."""
+"""Runs a step: scheduled sequences -> tensors -> model -> sampled token ids. Owns the KV cache."""
 
 import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tritium.backend.config import ConfigError, EngineConfig
@@ -19,32 +20,31 @@ from tritium.backend.runner.models import LlamaModel, load_model
 from tritium.backend.runner.sampler import Sampled, Sampler, grammar_masks, score
 from tritium.kernels import AttentionMetadata, KVCache, bind_threads, cpu
 
-# Of what is free: on CPU others need memory, too.
+# Shares of the free memory. On a CPU other processes need memory, too.
 _SHARES = {"cuda": 0.9, "cpu": 0.5}
-# Prompt tokens whose logits are computed at once: they are large.
-_LOGIT_ROWS = 128
+_LOGIT_ROWS = 128  # prompt tokens whose logits, which are large, are computed at once
 _WEIGHT_BITS = {"none": 16, "int8": 8, "int4": 4}
 _KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
-class _Last(NamedTuple):
-    """The tokens of the step that was launched last, on the device."""
+class _LastStep(NamedTuple):
+    """The sampled tokens of the step that was launched last."""
 
     token_ids: Tensor  # [n] int64, on the device
-    rows: dict[Sequence, int]
+    rows: dict[Sequence, int]  # each sequence's row
 
 
 class ModelRunner:
     """Runs a model's steps.
 
-    On a GPU a step may be launched before the one before it is read: the tokens that it needs and
-    that nobody has seen yet never leave the device. Steps that only decode, and use no adapter,
-    replay CUDA graphs.
+    On a GPU a step may be launched before the previous step is read: it takes the tokens that the
+    host does not know yet from the device. Steps that only decode, without an adapter, replay CUDA
+    graphs.
 
     Args:
         config: Model, adapters, device, dtypes, KV memory.
-        device_id: Which GPU, where one is used.
-        model: Instead of the one that `config` names.
+        device_id: Which GPU; unused on a CPU.
+        model: Replaces the model that `config` names.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ModelRunner:
             self._kv_dtype = _KV_DTYPES.get(config.kv_cache_dtype, self.model.dtype)
             if config.batch_invariant:
                 _check_batch_invariance(self.model, self._allocate(1)[0])
-            self._last = _Last(torch.empty(0), {})
+            self._last = _LastStep(torch.empty(0), {})
             self._sampler = Sampler()
             self._graphs: DecodeGraphs | None = None
             working_memory = self._warm_up(config)
@@ -86,7 +86,7 @@ class ModelRunner:
         )
 
     def start(self) -> None:
-        """To be called on the thread that is going to launch."""
+        """Prepare the thread that will call `launch`; call this on that thread."""
         if self.device.type == "cpu":
             bind_threads()
 
@@ -94,11 +94,11 @@ class ModelRunner:
         """Start computing the batch's new tokens.
 
         Args:
-            batch: Those with one new token first.
+            batch: Sequences with one new token come first.
 
         Returns:
-            What waits for the step and gives the `num_samples` tokens of each, in the batch's
-            order.
+            A function that waits for the step and returns `num_samples` tokens per sequence, in the
+            batch's order.
 
         Raises:
             OutOfMemory: nothing was sampled; the same tokens may be computed again.
@@ -109,7 +109,7 @@ class ModelRunner:
             if not _is_out_of_memory(error):
                 raise
             reason = str(error)
-        # Here nothing holds the step's tensors any more.
+        # At this point nothing refers to the step's tensors any more.
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         raise OutOfMemory(reason)
@@ -119,8 +119,8 @@ class ModelRunner:
         with self._on_device():
             input_ids, positions, metadata = self._tensors(batch)
             lora = self._lora_rows(batch)
-            # A graph holds the launches of the base model alone: which rows belong to which
-            # adapter, and how many, differs from step to step.
+            # A graph holds only the base model's launches: an adapter's rows and their number
+            # differ from step to step.
             if self._graphs and metadata.max_query_len == 1 and not lora:
                 hidden = self._graphs.run(input_ids, positions, metadata)
             else:
@@ -132,16 +132,14 @@ class ModelRunner:
             if len(rows) < len(hidden):
                 hidden = hidden[self._to_device(rows)]
             sequences = [s.sequence for s in batch for _ in range(s.num_samples)]
-            places = [p for s in batch for p in range(s.end - s.num_samples + 1, s.end + 1)]
+            next_positions = [p for s in batch for p in range(s.end - s.num_samples + 1, s.end + 1)]
             logits = self.model.compute_logits(hidden)
-            # While a GPU still computes those.
+            # Filled while a GPU still computes the logits.
             masks = grammar_masks(sequences, logits.shape[1])
-            sampled = self._sampler.sample(
-                logits, sequences, places, None if masks is None else self._to_device(masks)
-            )
-            self._last = _Last(
-                sampled.token_ids, {sequence: row for row, sequence in enumerate(sequences)}
-            )
+            on_device = None if masks is None else self._to_device(masks)
+            sampled = self._sampler.sample(logits, sequences, next_positions, on_device)
+            rows_of = {sequence: row for row, sequence in enumerate(sequences)}
+            self._last = _LastStep(sampled.token_ids, rows_of)
 
             def read() -> list[SampledToken]:
                 read_prompts()
@@ -152,26 +150,26 @@ class ModelRunner:
     def _prompt_logprobs(
         self, batch: list[ScheduledSequence], hidden: Tensor
     ) -> Callable[[], list[SampledToken]]:
-        """Log probabilities of the prompt tokens behind those that a step computes.
+        """Log probabilities of the prompt tokens that follow the step's tokens.
 
         Args:
-            hidden: [num_tokens, hidden], of all of the step's tokens.
+            hidden: [num_tokens, hidden] of all the step's tokens.
 
         Returns:
-            What hands them to the sequences that asked for them.
+            A function that waits for them and stores them in the sequences that asked for them.
         """
         pieces: list[tuple[Sequence, int, Sampled]] = []
         first = 0
         for sequence, start, end, _, _ in batch:
             k = sequence.request.num_prompt_logprobs
             if sequence.num_output_tokens:
-                k = None  # a preempted one has had them
-            stop = min(end, sequence.num_prompt_tokens - 1)  # of those with a prompt token behind
+                k = None  # computed before the sequence was preempted
+            stop = min(end, sequence.num_prompt_tokens - 1)  # the last prompt token has no next one
             for begin in range(start, stop, _LOGIT_ROWS) if k is not None else ():
-                behind = sequence.token_ids[begin + 1 : min(begin + _LOGIT_ROWS, stop) + 1]
+                following = sequence.token_ids[begin + 1 : min(begin + _LOGIT_ROWS, stop) + 1]
                 row = first + begin - start
-                logits = self.model.compute_logits(hidden[row : row + len(behind)])
-                token_ids = self._to_device(np.array(behind, dtype=np.int64))
+                logits = self.model.compute_logits(hidden[row : row + len(following)])
+                token_ids = self._to_device(np.array(following, dtype=np.int64))
                 pieces.append((sequence, begin, score(logits, token_ids, k or 0)))
             first += end - start
 
@@ -192,7 +190,7 @@ class ModelRunner:
 
         input_ids = np.empty(num_tokens, dtype=np.int64)
         block_tables = np.zeros((len(batch), -(-int(seq_lens.max()) // self.block_size)), np.int32)
-        pending: list[tuple[int, int]] = []  # (token of this step, row of the last one's sampled)
+        pending: list[tuple[int, int]] = []  # (token of this step, its row in the last step)
         for i, (sequence, start, end, _, draft_token_ids) in enumerate(batch):
             first = query_start_loc[i]
             token_ids = sequence.token_ids[start:end]
@@ -203,7 +201,7 @@ class ModelRunner:
             input_ids[first : first + end - start] = token_ids
             block_tables[i, : len(sequence.block_table)] = sequence.block_table
 
-        # Token t of sequence i stands at position computed[i] + (t - query_start_loc[i]).
+        # Token t of sequence i is at position computed[i] + (t - query_start_loc[i]).
         offsets = np.repeat(computed - query_start_loc[:-1], query_lens)
         positions = np.arange(num_tokens) + offsets
         owners = np.repeat(np.arange(len(batch)), query_lens)
@@ -218,7 +216,6 @@ class ModelRunner:
             block_size=self.block_size,
             num_decodes=int((query_lens == 1).sum()),
             max_query_len=int(query_lens.max()),
-            max_seq_len=int(seq_lens.max()),
         )
         ids = self._to_device(input_ids)
         if pending:
@@ -227,7 +224,7 @@ class ModelRunner:
         return ids, self._to_device(positions), metadata
 
     def _lora_rows(self, batch: list[ScheduledSequence]) -> dict[str, Tensor]:
-        """The step's tokens of each adapter that it uses, [n] int64."""
+        """Adapter -> its tokens of this step, [n] int64, for each adapter that the step uses."""
         names = [scheduled.sequence.request.lora for scheduled in batch]
         if not any(names):
             return {}
@@ -236,46 +233,38 @@ class ModelRunner:
         used = sorted(set(names) - {""})
         return {name: self._to_device(np.flatnonzero(owners == name)) for name in used}
 
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        """A copy that is under way: memory that is being copied is not taken again before."""
+    def _to_device(self, array: NDArray[Any]) -> Tensor:
+        """Start an asynchronous copy; the pinned buffer is not reused until it has finished."""
         tensor = torch.from_numpy(array)
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        """Each thread has a current GPU of its own, and kernels are launched there."""
+        """Makes this runner's GPU the thread's current one, on which kernels are launched."""
         if self.device.type == "cuda":
             return torch.cuda.device(self.device)
         return contextlib.nullcontext()
 
     def _allocate(self, num_blocks: int) -> list[KVCache]:
         model = self.model.config
-        return [
-            KVCache.empty(
-                num_blocks,
-                self.block_size,
-                model.num_kv_heads,
-                model.head_dim,
-                self._kv_dtype,
-                self.device,
-            )
-            for _ in range(model.num_layers)
-        ]
+        shape = (num_blocks, self.block_size, model.num_kv_heads, model.head_dim)
+        layers = range(model.num_layers)
+        return [KVCache.empty(*shape, self._kv_dtype, self.device) for _ in layers]
 
     def _warm_up(self, config: EngineConfig) -> int:
-        """Run the largest step and the smallest, so that the first requests don't pay for it.
+        """Run the largest and the smallest steps, so that the first requests are not slower.
 
         Returns:
-            Bytes that a step needs at most beside weights and KV cache; 0 on CPU.
+            The most bytes that a step needs besides weights and KV cache; 0 on a CPU.
         """
         max_tokens = min(config.max_num_batched_tokens, self.model.config.max_position_embeddings)
         self.kv_caches = self._allocate(-(-max_tokens // self.block_size))
         if self.device.type == "cuda":
             before = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
-        lora = next(iter(config.lora_modules), "")  # a step with an adapter needs more
-        for num_tokens in {max_tokens, min(16, max_tokens), 1}:  # one for each kind of kernel
+        lora = next(iter(config.lora_modules), "")  # with an adapter a step needs more memory
+        for num_tokens in {max_tokens, min(16, max_tokens), 1}:  # one per kind of kernel
             sequence = Sequence(EngineRequest(-1, [0] * num_tokens, max_tokens=1, lora=lora))
             sequence.block_table = list(range(-(-num_tokens // self.block_size)))
             self.launch([ScheduledSequence.of(sequence, num_tokens)])()
@@ -306,28 +295,30 @@ def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
     return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
-def _sampled_rows(batch: list[ScheduledSequence]) -> np.ndarray:
-    """The tokens of the step behind which one is sampled, [n] int64: the last ones of each."""
+def _sampled_rows(batch: list[ScheduledSequence]) -> NDArray[Any]:
+    """The step's tokens after which a token is sampled, [n] int64: the last ones per sequence."""
     ends = np.cumsum([s.num_new_tokens for s in batch])
     counts = np.array([s.num_samples for s in batch])
-    return np.arange(counts.sum()) + np.repeat(ends - counts.cumsum(), counts)
+    rows: NDArray[Any] = np.arange(counts.sum()) + np.repeat(ends - counts.cumsum(), counts)
+    return rows
 
 
 def _choose_device(config: EngineConfig, device_id: int) -> torch.device:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("config.pbtxt: parameter 'device' is 'cuda', but there is no GPU here")
+        raise ConfigError("config.pbtxt: parameter 'device' is 'cuda', but no GPU was found")
     return torch.device("cuda", device_id)
 
 
 def _choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if config.dtype != "auto":
-        return getattr(torch, config.dtype)
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        return dtype
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported()
     else:
-        fast = cpu.library() is not None or torch.cpu._is_avx512_bf16_supported()
+        fast = cpu.is_available() or torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if fast else torch.float32
 
 

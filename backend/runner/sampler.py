@@ -1,33 +1,36 @@
-"""Logits to token ids and their log probabilities. Nothing here waits for a GPU but `read()`.
+"""Logits to token ids and their log probabilities. Only `Sampled.read()` waits for a GPU.
 
-Knows what requests ask for; how it is computed is known to `kernels`.
+Knows what requests ask for. `kernels` knows how it is computed.
 """
 
-from collections.abc import Iterable, Sized
+from collections.abc import Callable, Iterable, Sized
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tritium import kernels
 from tritium.backend.engine.request import EngineRequest, SampledToken, TokenLogprobs
 from tritium.backend.engine.sequence import Sequence
 
-# As in vLLM: dividing by less makes infinities.
+Array = NDArray[Any]
+
+# As in vLLM: division by a smaller temperature gives infinities.
 _GREEDY_BELOW = 1e-5
-# Beyond, float32 has no place for differences between logits, and far beyond are infinities.
+# A larger bias would round away the differences between logits in float32, and end in infinities.
 _LARGEST_BIAS = 1e4
 
 
 class Sampled(NamedTuple):
-    """A step's tokens: on the device at once, on the host when they have got there."""
+    """A step's tokens: on the device at once, on the host after the copy has finished."""
 
     token_ids: Tensor  # [num_seqs] int64, on the device
-    on_host: list[Tensor]  # the same, then _logprobs() of those who want them
-    num_logprobs: Seq[int | None]  # of each token
-    copied: torch.cuda.Event | None  # None: there is nothing to wait for
+    on_host: list[Tensor]  # token_ids, then _logprobs() of the tokens that need them
+    num_logprobs: Seq[int | None]  # per token
+    copied: torch.cuda.Event | None  # None: the copy has finished
 
     def read(self) -> list[SampledToken]:
         """The next token of each sequence."""
@@ -45,22 +48,22 @@ class Sampler:
     """Chooses the next tokens of a step's sequences."""
 
     def __init__(self) -> None:
-        # Of the last step's sequences; one that was not in it has its state made anew.
+        # Of the last step's sequences. A sequence that was not in it gets a new state.
         self._states: dict[Sequence, _State] = {}
 
     def sample(
         self,
         logits: Tensor,  # [num_seqs, vocab_size] float32; may be overwritten
-        sequences: list[Sequence],  # where one has drafts, it stands there for each of its rows
+        sequences: list[Sequence],  # a sequence with drafts once per row
         positions: Seq[int],  # of the tokens to choose
         masks: Tensor | None = None,  # [num_seqs, ceil(vocab_size / 32)] int32: kernels.apply_mask
     ) -> Sampled:
         """Choose the next token of each sequence.
 
-        In vLLM's order: log probabilities are the model's own; then come allowed tokens, bad
-        words, min_tokens, logit_bias, penalties, and at last temperature and filters.
+        In vLLM's order: the log probabilities are the model's own; then masks and `_ADJUSTMENTS`
+        change the logits; last come temperature and filters.
         """
-        self._states = {s: self._states.get(s) or _State(s.request) for s in sequences}
+        self._states = {s: self._states.get(s) or _State(s) for s in sequences}
         num_logprobs = [sequence.request.num_logprobs for sequence in sequences]
         wanting = [i for i, k in enumerate(num_logprobs) if k is not None]
         if wanting:
@@ -68,49 +71,18 @@ class Sampler:
             raw = logits[rows].log_softmax(dim=-1)
         if masks is not None:
             kernels.apply_mask(logits, masks)
-        self._adjust(logits, sequences)
+        for is_needed, adjust in _ADJUSTMENTS.values():
+            if any(is_needed(sequence.request) for sequence in sequences):
+                adjust(logits, [self._states[sequence] for sequence in sequences])
         token_ids = kernels.sample(logits, _sampling_tensors(logits, sequences, positions))
         tensors = [token_ids]
         if wanting:
             tensors += _logprobs(raw, token_ids[rows], max(k or 0 for k in num_logprobs))
-        return _on_its_way(tensors, num_logprobs)
-
-    def _adjust(self, logits: Tensor, sequences: list[Sequence]) -> None:
-        """What requests want changed in the logits, apart from temperature and filters."""
-        states = [self._states[sequence] for sequence in sequences]
-        if any(len(state.allowed) for state in states):
-            _allow_only(logits, [state.allowed for state in states])
-
-        forbidden = [_forbidden(sequence) for sequence in sequences]
-        if any(forbidden):
-            token_ids = np.array([i for row in forbidden for i in row], dtype=np.int32)
-            minus_inf = np.full(len(token_ids), -np.inf, dtype=np.float32)
-            kernels.add_bias(logits, *_upload(logits, token_ids, minus_inf, _starts(forbidden)))
-
-        biased = [state.biased for state in states]
-        if any(map(len, biased)):
-            biases = np.concatenate([state.biases for state in states])
-            ragged = np.concatenate(biased), biases, _starts(biased)
-            kernels.add_bias(logits, *_upload(logits, *ragged))
-
-        if any(state.is_penalised for state in states):
-            counted = [
-                state.count(sequence) for state, sequence in zip(states, sequences, strict=True)
-            ]
-            token_ids, counts = (np.concatenate(arrays) for arrays in zip(*counted, strict=True))
-            starts = _starts([token_ids for token_ids, _ in counted])
-            requests = [sequence.request for sequence in sequences]
-            penalties = (
-                np.array([r.repetition_penalty for r in requests], dtype=np.float32),
-                np.array([r.presence_penalty for r in requests], dtype=np.float32),
-                np.array([r.frequency_penalty for r in requests], dtype=np.float32),
-            )
-            tensors = _upload(logits, token_ids, counts, starts, *penalties)
-            kernels.apply_penalties(logits, *tensors)
+        return _start_copy(tensors, num_logprobs)
 
 
-def grammar_masks(sequences: list[Sequence], vocab_size: int) -> np.ndarray | None:
-    """The tokens that grammars allow, for `Sampler.sample()`; None where there is no grammar.
+def grammar_masks(sequences: list[Sequence], vocab_size: int) -> Array | None:
+    """The tokens that grammars allow, for `Sampler.sample()`; None if no sequence has a grammar.
 
     [num_seqs, ceil(vocab_size / 32)] int32
     """
@@ -127,18 +99,18 @@ def grammar_masks(sequences: list[Sequence], vocab_size: int) -> np.ndarray | No
 
 
 def score(logits: Tensor, token_ids: Tensor, k: int) -> Sampled:
-    """Tokens that are given, with their log probabilities and the k likeliest ones'.
+    """Given tokens, with their log probabilities and those of the k most likely tokens.
 
     Args:
         logits: [n, vocab_size] float32.
         token_ids: [n] int64.
     """
     logprobs = _logprobs(logits.log_softmax(dim=-1), token_ids, k)
-    return _on_its_way([token_ids, *logprobs], [k] * len(token_ids))
+    return _start_copy([token_ids, *logprobs], [k] * len(token_ids))
 
 
-def _on_its_way(tensors: list[Tensor], num_logprobs: Seq[int | None]) -> Sampled:
-    """Starts the copy to the host."""
+def _start_copy(tensors: list[Tensor], num_logprobs: Seq[int | None]) -> Sampled:
+    """Start the copy to the host."""
     on_host = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
     copied = None
     if tensors[0].is_cuda:
@@ -147,41 +119,104 @@ def _on_its_way(tensors: list[Tensor], num_logprobs: Seq[int | None]) -> Sampled
 
 
 class _State:
-    """What is kept of a sequence: parts of its request as arrays, and how often each token is
-    in its output. Tokens of the prompt count 0; they are there where repetition is penalised."""
+    """A sequence's adjustments as arrays, and how often each token is in its output.
 
-    def __init__(self, request: EngineRequest) -> None:
+    A token that is only in the prompt counts 0; such tokens are listed if repetition is penalised.
+    """
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+        request = sequence.request
         self.allowed = np.array(request.allowed_token_ids, dtype=np.int64)
         self.biased = np.array([token_id for token_id, _ in request.logit_bias], dtype=np.int32)
         biases = np.array([bias for _, bias in request.logit_bias])
         self.biases = biases.clip(-_LARGEST_BIAS, _LARGEST_BIAS).astype(np.float32)
-        repeats = request.repetition_penalty != 1
-        self.is_penalised = bool(repeats or request.presence_penalty or request.frequency_penalty)
 
-        prompt = sorted(set(request.prompt_token_ids)) if repeats else []
-        self._places = {token_id: i for i, token_id in enumerate(prompt)}
-        capacity = len(prompt) + request.max_tokens if self.is_penalised else 0
+        prompt = sorted(set(request.prompt_token_ids)) if request.repetition_penalty != 1 else []
+        self._index = {token_id: i for i, token_id in enumerate(prompt)}
+        capacity = len(prompt) + request.max_tokens if _is_penalised(request) else 0
         self._token_ids = np.zeros(capacity, dtype=np.int32)
         self._token_ids[: len(prompt)] = prompt
         self._counts = np.zeros(capacity, dtype=np.int32)
         self._num_counted = len(request.prompt_token_ids)
 
-    def count(self, sequence: Sequence) -> tuple[np.ndarray, np.ndarray]:
-        """(token ids, counts), both int32; counts the tokens that are new since the last time."""
-        if self.is_penalised:
-            for token_id in sequence.token_ids[self._num_counted :]:
-                place = self._places.setdefault(token_id, len(self._places))
-                self._token_ids[place] = token_id
-                self._counts[place] += 1
-            self._num_counted = len(sequence.token_ids)
-        return self._token_ids[: len(self._places)], self._counts[: len(self._places)]
+    def count(self) -> tuple[Array, Array]:
+        """(token ids, counts), both int32; counts the tokens that are new since the last call."""
+        if _is_penalised(self.sequence.request):
+            for token_id in self.sequence.token_ids[self._num_counted :]:
+                i = self._index.setdefault(token_id, len(self._index))
+                self._token_ids[i] = token_id
+                self._counts[i] += 1
+            self._num_counted = len(self.sequence.token_ids)
+        return self._token_ids[: len(self._index)], self._counts[: len(self._index)]
+
+
+# -- adjustments of the logits --
+
+
+def _allow_only(logits: Tensor, states: list[_State]) -> None:
+    """Forbid all tokens but those of each row's list; a row without a list allows all."""
+    lengths = [len(state.allowed) for state in states]
+    rows = np.repeat(np.arange(len(states)), lengths)
+    columns = np.concatenate([state.allowed for state in states])
+    at_rows, at_columns, restricted = _upload(logits, rows, columns, np.flatnonzero(lengths))
+    kept = logits[at_rows, at_columns]
+    logits.index_fill_(0, restricted, float("-inf"))
+    logits[at_rows, at_columns] = kept
+
+
+def _forbid(logits: Tensor, states: list[_State]) -> None:
+    """Forbid stop tokens before min_tokens, and the tokens that would complete bad words."""
+    forbidden = [np.array(_forbidden(state.sequence), dtype=np.int32) for state in states]
+    if any(map(len, forbidden)):
+        minus_inf = [np.full(len(token_ids), -np.inf, dtype=np.float32) for token_ids in forbidden]
+        _add_bias(logits, forbidden, minus_inf)
+
+
+def _add_biases(logits: Tensor, states: list[_State]) -> None:
+    """Add each request's logit_bias."""
+    _add_bias(logits, [state.biased for state in states], [state.biases for state in states])
+
+
+def _penalise(logits: Tensor, states: list[_State]) -> None:
+    """Apply the repetition, presence and frequency penalties."""
+    token_ids, counts = zip(*(state.count() for state in states), strict=True)
+    requests = [state.sequence.request for state in states]
+    penalties = _columns(requests, "repetition_penalty", "presence_penalty", "frequency_penalty")
+    ragged = np.concatenate(token_ids), np.concatenate(counts), _starts(token_ids)
+    kernels.apply_penalties(logits, *_upload(logits, *ragged, *penalties))
+
+
+def _is_penalised(request: EngineRequest) -> bool:
+    penalties = request.presence_penalty, request.frequency_penalty
+    return request.repetition_penalty != 1 or any(penalties)
+
+
+class _Adjustment(NamedTuple):
+    is_needed: Callable[[EngineRequest], bool]
+    adjust: Callable[[Tensor, list[_State]], None]  # of all rows' logits, if any request needs it
+
+
+# In vLLM's order.
+_ADJUSTMENTS = {
+    "allowed_token_ids": _Adjustment(lambda r: bool(r.allowed_token_ids), _allow_only),
+    "min_tokens, bad_words": _Adjustment(lambda r: bool(r.min_tokens or r.bad_words), _forbid),
+    "logit_bias": _Adjustment(lambda r: bool(r.logit_bias), _add_biases),
+    "penalties": _Adjustment(_is_penalised, _penalise),
+}
+
+
+def _add_bias(logits: Tensor, token_ids: Seq[Array], values: Seq[Array]) -> None:
+    """Add values float32 to the logits of each row's token ids int32."""
+    ragged = np.concatenate(token_ids), np.concatenate(values), _starts(token_ids)
+    kernels.add_bias(logits, *_upload(logits, *ragged))
 
 
 def _forbidden(sequence: Sequence) -> list[int]:
     """Stop tokens before min_tokens, and the last tokens of bad words that would be complete."""
     request = sequence.request
     forbidden: list[int] = []
-    # Where there is a grammar, its mask says when the answer may end.
+    # With a grammar, its mask says when the answer may end.
     if sequence.num_output_tokens < request.min_tokens and not sequence.grammar:
         forbidden += request.stop_token_ids
     for *before, last in request.bad_words:
@@ -191,8 +226,8 @@ def _forbidden(sequence: Sequence) -> list[int]:
     return forbidden
 
 
-def _forbid_unless_last(mask: np.ndarray, token_ids: Iterable[int]) -> None:
-    """Clear the bits of tokens, if that leaves others: an answer that is whole has to end.
+def _forbid_unless_last(mask: Array, token_ids: Iterable[int]) -> None:
+    """Clear the bits of tokens, unless no other token is allowed: a complete answer must end.
 
     Args:
         mask: [num_words] int32, changed in place.
@@ -204,46 +239,41 @@ def _forbid_unless_last(mask: np.ndarray, token_ids: Iterable[int]) -> None:
         mask[:] = others.view(np.int32)
 
 
-def _allow_only(logits: Tensor, allowed: list[np.ndarray]) -> None:
-    """Forbid all tokens but those of each row's list; where it is empty, none."""
-    lengths = [len(token_ids) for token_ids in allowed]
-    rows = np.repeat(np.arange(len(allowed)), lengths)
-    restricted = np.flatnonzero(lengths)
-    at_rows, at_tokens, whole = _upload(logits, rows, np.concatenate(allowed), restricted)
-    kept = logits[at_rows, at_tokens]
-    logits.index_fill_(0, whole, float("-inf"))
-    logits[at_rows, at_tokens] = kept
+# -- temperature, filters and the draw --
 
 
 def _sampling_tensors(
     logits: Tensor, sequences: list[Sequence], positions: Seq[int]
 ) -> kernels.SamplingTensors | None:
-    """None: all are greedy."""
+    """What `kernels.sample` needs; None if all requests are greedy."""
     requests = [sequence.request for sequence in sequences]
     vocab_size = logits.shape[-1]
-    temperature = np.array([r.temperature for r in requests], dtype=np.float32)
+    temperature, top_p, min_p = _columns(requests, "temperature", "top_p", "min_p")
     temperature[temperature < _GREEDY_BELOW] = 0
     if not temperature.any():
         return None
     limits = [min(r.top_k, vocab_size) if r.top_k > 0 else vocab_size for r in requests]
     top_k = np.array(limits, dtype=np.int32)
-    top_p = np.array([r.top_p for r in requests], dtype=np.float32)
-    min_p = np.array([r.min_p for r in requests], dtype=np.float32)
     keys = make_keys([r.seed for r in requests], positions)
     filtered = (temperature > 0) & ((top_k < vocab_size) | (top_p < 1) | (min_p > 0))
     columns = _upload(logits, temperature, top_k, top_p, min_p, keys)
     return kernels.SamplingTensors._make((*columns, bool(filtered.any())))
 
 
-def make_keys(seeds: Seq[int], positions: Seq[int]) -> np.ndarray:
-    """[n] int64: random numbers for each (seed, position): SplitMix64 (Steele et al., 2014)."""
+def _columns(requests: list[EngineRequest], *names: str) -> list[Array]:
+    """The values of each parameter, [num_rows] float32."""
+    return [np.array([getattr(r, name) for r in requests], dtype=np.float32) for name in names]
+
+
+def make_keys(seeds: Seq[int], positions: Seq[int]) -> Array:
+    """[n] int64: a random number per (seed, position): SplitMix64 (Steele et al., 2014)."""
     with np.errstate(over="ignore"):
         x = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
         x = _mix(_mix(x) + np.array(positions, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     return x.view(np.int64)
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def _mix(x: Array) -> Array:
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -255,7 +285,7 @@ def _logprobs(
     token_ids: Tensor,  # [n] int64: the chosen tokens
     k: int,
 ) -> list[Tensor]:
-    """The chosen tokens' values [n] and ranks [n], the k likeliest tokens [n, k], their values."""
+    """Values [n] and ranks [n] of the chosen tokens; ids and values [n, k] of the k most likely."""
     chosen = raw.gather(-1, token_ids[:, None])  # [n, 1]
     rank = (raw > chosen).sum(dim=-1) + 1
     top = raw.topk(k, dim=-1)
@@ -268,22 +298,22 @@ def _token_logprobs(
     return TokenLogprobs(logprob, rank, list(zip(token_ids[:k], values[:k], strict=True)))
 
 
-def _starts(rows: Seq[Sized]) -> np.ndarray:
-    """[num_rows + 1] int32: where each row begins with all of them in one list."""
+def _starts(rows: Seq[Sized]) -> Array:
+    """[num_rows + 1] int32: where each row starts in the concatenation of all rows."""
     return np.cumsum([0, *map(len, rows)], dtype=np.int32)
 
 
-def _upload(like: Tensor, *arrays: np.ndarray) -> list[Tensor]:
-    """The arrays where `like` is: in one copy, out of pinned memory, that nobody waits for."""
+def _upload(like: Tensor, *arrays: Array) -> list[Tensor]:
+    """The arrays on the device of `like`, by one asynchronous copy from pinned memory."""
     tensors = [torch.from_numpy(array) for array in arrays]
     if not like.is_cuda:
         return tensors
-    # At multiples of 16 bytes, which Triton-lang compiles a kernel for.
+    # Aligned to 16 bytes, the alignment that the kernels are compiled for.
     sizes = [-(-tensor.nbytes // 16) * 16 for tensor in tensors]
 
     def parts(packed: Tensor) -> list[Tensor]:
-        of_each = zip(packed.split(sizes), tensors, strict=True)
-        return [part[: tensor.nbytes].view(tensor.dtype) for part, tensor in of_each]
+        pairs = zip(packed.split(sizes), tensors, strict=True)
+        return [part[: tensor.nbytes].view(tensor.dtype) for part, tensor in pairs]
 
     packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
     for part, tensor in zip(parts(packed), tensors, strict=True):

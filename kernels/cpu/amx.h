@@ -1,8 +1,8 @@
-/* For processors with AMX and AVX-512: products by tiles of 16 x 32. Part of `cpu.c`. */
+/* For processors with AMX and AVX-512: products by tiles of 16 x 32. Part of `ops.c`. */
 
-enum { AHEAD = 8192 /* bytes of a weight that are prefetched */ };
+enum { AHEAD = 8192 /* bytes: how far ahead a weight is prefetched */ };
 
-/* e^x for x <= 88; 0 where it would be denormal, which would cost a hundred cycles. Within 2 units
+/* e^x for x <= 88; 0 instead of a denormal result, which would cost a hundred cycles. Within 2 units
  * in the last place. */
 static __m512 exp16(__m512 x)
 {
@@ -35,7 +35,7 @@ static void store16(bf16 *out, __m512 x)
 
 /* -- tiles -- */
 
-/* Ask the kernel for AMX's registers. Returns 0 where it grants them. */
+/* Ask the operating system for AMX's registers. Returns 0 if it grants them. */
 int request_amx(void)
 {
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
@@ -54,7 +54,7 @@ static void configure(int upper, int lower)
     struct tile_config config = {.palette = 1};
     const uint8_t rows[8] = {upper, upper, lower, lower, upper, lower, ROWS, ROWS};
     for (int i = 0; i < 8; i++) {
-        config.rows[i] = rows[i] ? rows[i] : 1; /* 0 rows are not allowed: it is not used then */
+        config.rows[i] = rows[i] ? rows[i] : 1; /* 0 rows are not allowed; such a tile is not used */
         config.row_bytes[i] = ROW_BYTES;
     }
     _tile_loadconfig(&config);
@@ -62,7 +62,7 @@ static void configure(int upper, int lower)
 
 /* -- linear -- */
 
-/* Tiles are read too seldom for the processor to foresee the next ones. */
+/* Tiles are read too rarely for the processor's own prefetcher. */
 static void prefetch(const char *from, int64_t bytes)
 {
     for (int64_t i = 0; i < bytes; i += 64)
@@ -102,7 +102,7 @@ static void unpack4(const uint8_t *tile, const uint16_t *scales, bf16 *out)
     }
 }
 
-/* Tile `i` of all of a weight's, as bf16: there, or unpacked to `room`. */
+/* Tile `i` of a weight as bf16: in the weight itself, or unpacked to `room`. */
 static const bf16 *tile_of(const struct weight *w, int64_t i, bf16 *room, int is_unpacked)
 {
     if (w->bits == 16)
@@ -133,7 +133,7 @@ void linear(const bf16 *x, const struct weight *weight, const bf16 *bias, void *
             int64_t m, int64_t k, int64_t n)
 {
     const int64_t columns = n / ROWS, tiles = k / PAIRS, tile_bytes = TILE * weight->bits / 8;
-    /* Many rows are first laid out in tiles, like the weight: they are read for every column. */
+    /* Many rows are first laid out in tiles, like the weight, as each column reads them. */
     bf16 *const packed =
         m > 2 * ROWS ? aligned_alloc(64, (m + ROWS - 1) / ROWS * ROWS * k * sizeof(bf16)) : NULL;
     const int64_t step = packed ? ROWS : 1, stride = packed ? ROW_BYTES : k * (int)sizeof(bf16);
@@ -233,14 +233,14 @@ static void end_attention(void)
     _tile_release();
 }
 
-/* Rows that are not beside each other are hard to foresee for the processor. */
+/* The processor's own prefetcher misses rows that are not adjacent. */
 static void prefetch_tile(const bf16 *row, int64_t stride)
 {
     for (int i = 0; i < ROWS; i++)
         _mm_prefetch(row + i * stride, _MM_HINT_T0);
 }
 
-/* The lower (at 0) or upper (at 16) halves of two rows of 32 bf16, as 16 pairs. */
+/* The lower (at = 0) or upper (at = 16) halves of two rows of 32 bf16, as 16 pairs. */
 static __m512i interleave(__m512i even, __m512i odd, int at)
 {
     const __m512i pairs = _mm512_add_epi32(
@@ -250,13 +250,12 @@ static __m512i interleave(__m512i even, __m512i odd, int at)
     return _mm512_permutex2var_epi16(even, _mm512_or_si512(pairs, odds), odd);
 }
 
-
 /* Attention of `num_queries` tokens of one sequence, from its `first` on, with all the heads that
  * share a KV head: columns of tiles, at most 16.
  *
- * Three passes over the keys the queries see, in steps of 32 from a multiple of 32: scores;
- * exp(score - largest), rounded to bf16; products with the values. A key that one query of the
- * task sees and another does not adds an exact 0 to the latter.
+ * Three passes over the keys that the queries see, in steps of 32 from a multiple of 32: scores;
+ * exp(score - largest), rounded to bf16; products with the values. A key adds an exact 0 to each
+ * query of the task that does not see it.
  */
 static void attend(const struct attention *s, int64_t seq, int64_t kv_head, int64_t first,
                    int64_t num_queries, struct scratch *scratch)
@@ -265,7 +264,7 @@ static void attend(const struct attention *s, int64_t seq, int64_t kv_head, int6
     const int64_t dim = s->dim, token_size = s->num_kv_heads * dim;
     const int64_t seq_len = s->seq_lens[seq];
     const int64_t context = seq_len - (s->starts[seq + 1] - s->starts[seq]) + first;
-    const int64_t end = context + num_queries; /* of the keys seen */
+    const int64_t end = context + num_queries; /* the queries see keys before `end` */
     const int64_t begin = s->window && context >= s->window
         ? (context - s->window + 1) / PAIRS * PAIRS : 0;
     const int64_t num_keys = (end - begin + PAIRS - 1) / PAIRS * PAIRS;
@@ -273,7 +272,7 @@ static void attend(const struct attention *s, int64_t seq, int64_t kv_head, int6
 
     bf16 packed[MAX_DIM / PAIRS][ROWS][ROWS][2] __attribute__((aligned(64))); /* q, transposed */
     memset(packed, 0, dim / PAIRS * sizeof(packed[0]));
-    int32_t last_seen[ROWS]; /* by each column; those that are no query's like the first */
+    int32_t last_seen[ROWS]; /* by each column; columns without a query repeat the first one */
     for (int64_t c = 0; c < ROWS; c++) {
         const int64_t query = c < columns ? c / group : 0;
         last_seen[c] = context + query;
@@ -285,7 +284,7 @@ static void attend(const struct attention *s, int64_t seq, int64_t kv_head, int6
             memcpy(packed[i / ROWS][i % ROWS][c], q + 2 * i, 2 * sizeof(bf16));
     }
 
-    /* Scores. Keys are rows of tiles as they lie in the cache. */
+    /* Scores. The cache's keys are rows of tiles. */
     const __m512i last = _mm512_loadu_si512(last_seen);
     const __m512i window = _mm512_set1_epi32(s->window ? s->window : INT32_MAX);
     __m512 largest = _mm512_set1_ps(NEVER);
@@ -335,7 +334,8 @@ static void attend(const struct attention *s, int64_t seq, int64_t kv_head, int6
         }
         for (int64_t c = 0; c < columns; c++)
             for (int i = 0; i < ROWS; i++)
-                memcpy(scratch->probs + step * ROWS + c * PAIRS + 2 * i, pairs[i][c], sizeof(pairs[i][c]));
+                memcpy(scratch->probs + step * ROWS + c * PAIRS + 2 * i, pairs[i][c],
+                       sizeof(pairs[i][c]));
     }
 
     /* Products with the values. */
@@ -351,7 +351,7 @@ static void attend(const struct attention *s, int64_t seq, int64_t kv_head, int6
                 const int64_t key = begin + step + 2 * j;
                 if (j % (ROWS / 2) == 0 && key < end)
                     v = at_key(s, s->values, seq, kv_head, key) + i;
-                /* What no query sees may be anything, even NaN. */
+                /* A key that no query sees may be anything, even NaN. */
                 const __m512i even = _mm512_maskz_loadu_epi32(key < end ? -1 : 0, v);
                 const __m512i odd =
                     _mm512_maskz_loadu_epi32(key + 1 < end ? -1 : 0, v + token_size);

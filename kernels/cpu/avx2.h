@@ -1,23 +1,23 @@
-/* For processors with AVX2 and no AMX: products by fused multiply-adds in float32. Part of `cpu.c`.
+/* For processors with AVX2 and no AMX: products by fused multiply-adds in float32. Part of `ops.c`.
  *
- * What is 16 wide elsewhere is two registers of 8 here, the lower half first.
+ * 16 numbers are two registers of 8 here, the lower half first.
  */
 
 #define INLINE static inline __attribute__((always_inline))
 
 enum {
     WIDTH = 8,           /* float32 in a register */
-    FEW = 4,             /* rows, or rows x columns / 16: two registers of sums each */
-    AT_ONCE = 6,         /* rows, where the weight is float32 and needs fewer registers */
+    FEW = 4,             /* rows, or rows x columns / 16; each has two registers of sums */
+    AT_ONCE = 6,         /* rows, if the weight is float32 and needs fewer registers */
     ROWS_IN_CACHE = 96,
-    DEPTH = 192,         /* of a weight, as float32 in the fastest cache */
-    ROWS_AHEAD = 16,     /* of tiles, to be fetched where it is their reading that takes time */
+    DEPTH = 192,         /* of a weight as float32 in the fastest cache */
+    ROWS_AHEAD = 16,     /* of tiles: how far ahead they are prefetched if reading is the limit */
     KEYS_AT_ONCE = 4,
-    KEYS_AHEAD = 16,     /* to be fetched while scores are computed */
+    KEYS_AHEAD = 16,     /* how far ahead keys are prefetched while scores are computed */
     QUERIES_AT_ONCE = 5,
 };
 
-/* e^x: 0 where it would be denormal, infinite from 88.4 on. Within 2 units in the last place. */
+/* e^x: 0 instead of a denormal result, infinite from 88.4 on. Within 2 units in the last place. */
 INLINE __m256 exp8(__m256 x)
 {
     const __m256 lowest = _mm256_set1_ps(-87);
@@ -46,7 +46,7 @@ INLINE __m256 load8(const bf16 *x)
     return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
 }
 
-/* To bf16, to nearest, ties to even, in the upper halves; the lower ones are of no meaning. */
+/* Rounded to bf16, to nearest, ties to even, in the upper halves; the lower halves are undefined. */
 INLINE __m256i rounded(__m256 x)
 {
     const __m256i bits = _mm256_castps_si256(x);
@@ -117,7 +117,7 @@ INLINE const char *row_of(const struct weight *weight, int bits, int64_t row)
     return (const char *)weight->values + row * ROW_BYTES * bits / 16;
 }
 
-/* Row `row` of all the tiles' rows. `bits` is known when this is compiled. */
+/* Row `row` of all rows of the tiles. `bits` is known at compile time. */
 INLINE struct pairs read_row(const struct weight *weight, int bits, int64_t row)
 {
     const char *values = row_of(weight, bits, row);
@@ -132,16 +132,16 @@ INLINE struct pairs read_row(const struct weight *weight, int bits, int64_t row)
     return read4((const uint8_t *)values, scales);
 }
 
-/* sums [num_columns, num_rows, 16]: the products of a few rows of x [num_rows, k] with 16 columns of
- * the weight from 16 * column on, and the next 16, for num_columns times.
+/* sums [num_columns, num_rows, 16]: the products of a few rows of x [num_rows, k] with
+ * num_columns * 16 columns of the weight, from 16 * column on.
  *
- * The three numbers before `column` are known when this is compiled. Here and in `multiply_many`
- * every sum is taken in the order of k, whatever is computed with it.
+ * `bits`, `num_rows` and `num_columns` are known at compile time. Here and in `multiply_many` every
+ * sum is in the order of k, whatever else is computed with it.
  */
 INLINE void multiply_few(const float *x, const struct weight *weight, int bits, int num_rows,
                          int num_columns, int64_t column, int64_t k, float *sums)
 {
-    __m256 own[FEW][2]; /* in registers: `sums` might be where x lies, for all the compiler knows */
+    __m256 own[FEW][2]; /* in registers, as to the compiler `sums` might overlap x */
     for (int i = 0; i < num_columns * num_rows; i++)
         own[i][0] = own[i][1] = _mm256_setzero_ps();
     for (int64_t tile = 0; tile < k / PAIRS; tile++) {
@@ -169,7 +169,7 @@ INLINE void multiply_few(const float *x, const struct weight *weight, int bits, 
 INLINE void add_products(const float *x, const float *panel, int num_rows, int64_t depth, int64_t k,
                          float *sums)
 {
-    __m256 own[AT_ONCE][2]; /* in registers, see above */
+    __m256 own[AT_ONCE][2]; /* in registers, see `multiply_few` */
     for (int r = 0; r < num_rows; r++) {
         own[r][0] = _mm256_load_ps(sums + r * ROWS);
         own[r][1] = _mm256_load_ps(sums + r * ROWS + WIDTH);
@@ -188,8 +188,8 @@ INLINE void add_products(const float *x, const float *panel, int num_rows, int64
     }
 }
 
-/* sums [m, 16]: the products of rows of x [m, k] with 16 of the weight's columns, which are made
- * float32 once for all rows.
+/* sums [m, 16]: the products of rows of x [m, k] with 16 of the weight's columns, which are converted
+ * to float32 once for all rows.
  */
 INLINE void multiply_many(const float *x, const struct weight *weight, int bits, int64_t m,
                           int64_t column, int64_t k, float *sums)
@@ -207,9 +207,9 @@ INLINE void multiply_many(const float *x, const struct weight *weight, int bits,
         }
         const char *next = row_of(weight, bits, (column * k + begin + depth) / 2);
         for (int64_t row = 0, rows; row < m; row += rows) {
-            const int64_t groups = (m - row + AT_ONCE - 1) / AT_ONCE; /* of about the same size */
+            const int64_t groups = (m - row + AT_ONCE - 1) / AT_ONCE; /* of similar sizes */
             rows = (m - row + groups - 1) / groups;
-            const int64_t lines = depth * bits / 32; /* of the next panel, a part for each group */
+            const int64_t lines = depth * bits / 32; /* of the next panel, divided among the groups */
             for (int64_t line = row * lines / m; line < (row + rows) * lines / m; line++)
                 _mm_prefetch(next + line * 64, _MM_HINT_T1);
             const float *from = x + row * k + begin;
@@ -226,9 +226,9 @@ INLINE void multiply_many(const float *x, const struct weight *weight, int bits,
     }
 }
 
-/* sums [columns, m, 16]: the products of x with some columns from `column` on.
+/* sums [columns, m, 16]: the products of x with 16 * columns of the weight, from `column` on.
  *
- * Returns how many times 16 columns: at most max_columns.
+ * Returns `columns`, at most max_columns.
  */
 INLINE int64_t multiply_bits(const float *x, const struct weight *weight, int bits, int64_t m,
                              int64_t column, int64_t max_columns, int64_t k, float *sums)
@@ -241,7 +241,7 @@ INLINE int64_t multiply_bits(const float *x, const struct weight *weight, int bi
         multiply_few(x, weight, bits, 2, 2, column, k, sums);
         return 2;
     }
-    if (m > (bits == 16 ? 3 * FEW : FEW)) { /* where making it float32 once is less work */
+    if (m > (bits == 16 ? 3 * FEW : FEW)) { /* one conversion to float32 is then less work */
         multiply_many(x, weight, bits, m, column, k, sums);
         return 1;
     }
@@ -365,11 +365,11 @@ INLINE void score(const float *queries, const bf16 *k, int64_t token_size, int64
                             _mm256_mul_ps(sums[j][half], _mm256_set1_ps(scale)));
 }
 
-/* Adds up to 16 values of keys' rows, weighed with the probabilities of some columns. */
+/* sums += 16 numbers of the values' rows, weighted with the probabilities of some columns. */
 INLINE void add_values(const bf16 *v, int64_t token_size, const float *probs, int64_t num_keys,
                        int num_columns, __m256 sums[QUERIES_AT_ONCE][2])
 {
-    __m256 own[QUERIES_AT_ONCE][2]; /* in registers, see above */
+    __m256 own[QUERIES_AT_ONCE][2]; /* in registers, see `multiply_few` */
     for (int c = 0; c < num_columns; c++)
         for (int half = 0; half < 2; half++)
             own[c][half] = sums[c][half];
@@ -401,8 +401,8 @@ static void add_values_any(const bf16 *v, int64_t token_size, const float *probs
 /* Attention of `num_queries` tokens of one sequence, from its `first` on, with all the heads that
  * share a KV head: at most 16 columns.
  *
- * Three passes over the keys the queries see: scores; exp(score - largest); products with the
- * values. A key that one query of the task sees and another does not adds an exact 0 to the latter.
+ * Three passes over the keys that the queries see: scores; exp(score - largest); products with the
+ * values. A key adds an exact 0 to each query of the task that does not see it.
  */
 static void attend(const struct attention *s, int64_t seq, int64_t kv_head, int64_t first,
                    int64_t num_queries, struct scratch *scratch)
@@ -411,15 +411,15 @@ static void attend(const struct attention *s, int64_t seq, int64_t kv_head, int6
     const int64_t dim = s->dim, token_size = s->num_kv_heads * dim;
     const int64_t seq_len = s->seq_lens[seq];
     const int64_t context = seq_len - (s->starts[seq + 1] - s->starts[seq]) + first;
-    const int64_t end = context + num_queries; /* of the keys seen */
+    const int64_t end = context + num_queries; /* the queries see keys before `end` */
     const int64_t seen = s->window && context >= s->window ? context - s->window + 1 : 0;
-    const int64_t begin = seen / KEYS_AT_ONCE * KEYS_AT_ONCE; /* never across a block's end */
+    const int64_t begin = seen / KEYS_AT_ONCE * KEYS_AT_ONCE; /* KEYS_AT_ONCE keys never cross a block's end */
     const int halves = columns > WIDTH ? 2 : 1;
     make_room(scratch, end - begin + KEYS_AT_ONCE);
 
     float queries[MAX_DIM][ROWS] __attribute__((aligned(32)));
     memset(queries, 0, dim * sizeof(queries[0]));
-    int32_t last_seen[ROWS]; /* by each column; those that are no query's like the first */
+    int32_t last_seen[ROWS]; /* by each column; columns without a query repeat the first one */
     for (int64_t c = 0; c < ROWS; c++) {
         const int64_t query = c < columns ? c / group : 0;
         last_seen[c] = context + query;
@@ -472,7 +472,7 @@ static void attend(const struct attention *s, int64_t seq, int64_t kv_head, int6
         _mm256_storeu_ps(inverse + half * WIDTH, _mm256_div_ps(_mm256_set1_ps(1), sum));
     }
 
-    /* Products with the values, of 16 of `dim` at a time. */
+    /* Products with the values, 16 of `dim` at a time. */
     for (int64_t i = 0; i < dim; i += ROWS) {
         for (int64_t c = 0; c < columns; c += QUERIES_AT_ONCE) {
             const int num_columns = MIN(QUERIES_AT_ONCE, columns - c);

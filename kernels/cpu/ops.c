@@ -1,10 +1,9 @@
-/* The operations of a model on CPUs, for bfloat16: see `cpu.py`, which builds and calls this, and
- * `kernels/__init__.py` for what each does. Products, attention and whatever else depends on the
- * processor are in `cpu_amx.h` or `cpu_avx2.h`, sampling in `cpu_sampling.h`.
+/* The operations of a model on CPUs, for bfloat16. `build.py` compiles this, `operations.py` and
+ * `decoder.py` call it; `kernels/__init__.py` describes each operation. Products, attention and all
+ * else that depends on the processor are in `amx.h` or `avx2.h`, sampling in `sampling.h`.
  *
- * No result of a row depends on which other rows are computed with it: every sum is taken in an
- * order that only the row itself decides (He et al., "Defeating nondeterminism in LLM inference",
- * 2025).
+ * A row's result does not depend on the rows that are computed with it: the order of every sum
+ * depends only on the row itself (He et al., "Defeating nondeterminism in LLM inference", 2025).
  */
 
 #define _GNU_SOURCE
@@ -22,14 +21,14 @@
 typedef uint16_t bf16;
 
 enum {
-    ROWS = 16,      /* of a tile */
-    ROW_BYTES = 64, /* of a tile: 16 float32, or 16 pairs of bf16 */
-    PAIRS = 32,     /* bf16 in a row of a tile */
-    TILE = ROWS * PAIRS,
-    MAX_DIM = 256,  /* of a head */
+    ROWS = 16,           /* rows of a tile */
+    ROW_BYTES = 64,      /* bytes of a tile's row: 16 float32, or 16 pairs of bf16 */
+    PAIRS = 32,          /* bf16 in a tile's row */
+    TILE = ROWS * PAIRS, /* bf16 in a tile */
+    MAX_DIM = 256,       /* the largest size of a head */
 };
 
-#define NEVER (-1e30f) /* the score of a key that is not seen */
+#define NEVER (-1e30f) /* the score of a masked key */
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
 static float to_float(bf16 x)
@@ -66,13 +65,13 @@ void bind_threads(void)
     }
 }
 
-/* -- what the processor decides -- */
+/* -- what depends on the processor -- */
 
-/* [n, k], laid out as [n / 16, k / 2, 16, 2], so that 32 of k for 16 of n are a tile; in
- * 16 bits: bf16;
- *  8 bits: int8, and scales [n] float;
- *  4 bits: a tile's row is 16 bytes, the lower halves its first 16 values, the upper halves its
- *          last; scales [n / 16, k / 32, 2, 16] fp16, by which values are multiplied, then added.
+/* [n, k], laid out as [n / 16, k / 2, 16, 2]: a tile is 32 of k for 16 of n.
+ * 16 bits: bf16.
+ *  8 bits: int8, and scales [n] float.
+ *  4 bits: a tile's row is 16 bytes; the lower halves are its first 16 values, the upper halves its
+ *          last 16. scales [n / 16, k / 32, 2, 16] fp16: a factor, then a summand.
  */
 struct weight {
     const void *values, *scales;
@@ -82,8 +81,8 @@ struct weight {
 struct attention {
     const bf16 *q;           /* [num_tokens, num_heads, dim] */
     const bf16 *keys;        /* [num_blocks, block_size, num_kv_heads, dim] */
-    const bf16 *values;      /* the same */
-    const int32_t *starts;   /* [num_seqs + 1]: of each sequence's queries */
+    const bf16 *values;      /* [num_blocks, block_size, num_kv_heads, dim] */
+    const int32_t *starts;   /* [num_seqs + 1]: where each sequence's queries start */
     const int32_t *seq_lens; /* [num_seqs] */
     const int32_t *blocks;   /* [num_seqs, max_blocks] */
     bf16 *out;               /* [num_tokens, num_heads, dim] */
@@ -92,11 +91,11 @@ struct attention {
     float scale;
 };
 
-/* What a task needs: it is all of one thread's own. */
+/* A thread's own memory for its current task. */
 struct scratch {
-    float *scores; /* [keys, 16]: of each key with the queries of a task */
-    bf16 *probs;   /* [keys / 32, 16, 32] */
-    int64_t size;  /* keys there is room for */
+    float *scores; /* [size, 16]: of each key with a task's queries */
+    bf16 *probs;   /* [size / 32, 16, 32] */
+    int64_t size;  /* in keys */
 };
 
 static void make_room(struct scratch *scratch, int64_t size)
@@ -132,7 +131,7 @@ static const bf16 *at_key(const struct attention *s, const bf16 *cache, int64_t 
 
 static void norm_row(const bf16 *x, const bf16 *weight, float eps, bf16 *out, int64_t size)
 {
-    float lanes[16] = {0}, sum = 0; /* a fixed order, for any compiler */
+    float lanes[16] = {0}, sum = 0; /* the same order of sums with every compiler */
     for (int64_t i = 0; i < size; i += 16)
         for (int j = 0; j < 16; j++)
             lanes[j] += to_float(x[i + j]) * to_float(x[i + j]);
@@ -143,7 +142,10 @@ static void norm_row(const bf16 *x, const bf16 *weight, float eps, bf16 *out, in
         out[i] = to_bf16(to_float(x[i]) * scale * to_float(weight[i]));
 }
 
-/* out = rms_norm(x) of each of n rows; size % 16 == 0. With a residual: of residual += x. */
+/* out = rms_norm(x) of each of n rows; with a residual, residual += x and out = rms_norm(residual).
+ *
+ * size % 16 == 0.
+ */
 void rms_norm(const bf16 *x, bf16 *residual, const bf16 *weight, float eps, bf16 *out, int64_t n,
               int64_t size)
 {
@@ -180,8 +182,8 @@ static void rotate(const bf16 *x, const float *cos, const float *sin, bf16 *out,
     }
 }
 
-/* qkv [n, num_heads + 2 * num_kv_heads, dim] -> q [n, num_heads, dim], rotated; keys, rotated, and
- * values to their slots (-1: nowhere) in the cache [num_slots, num_kv_heads, dim].
+/* qkv [n, num_heads + 2 * num_kv_heads, dim] -> rotated queries q [n, num_heads, dim]; rotated keys
+ * and values go to their slots in the cache [num_slots, num_kv_heads, dim]; slot -1: not written.
  *
  * cos, sin: [n, dim / 2]. q_norm, k_norm: weights [dim] of a norm before the rotation, or NULL.
  */
@@ -211,6 +213,7 @@ void rope_and_cache(const bf16 *qkv, const float *cos, const float *sin, const i
             memcpy(values + slot * num_kv_heads * dim, x, num_kv_heads * dim * sizeof(bf16));
     }
 }
+
 /* -- attention -- */
 
 /* dim % 32 == block_size % 16 == 0; num_heads / num_kv_heads <= 16. */
@@ -256,7 +259,7 @@ struct layer {
 
 struct decoder {
     const struct layer *layers;
-    const bf16 *norm; /* of the last layer's output */
+    const bf16 *norm; /* [hidden]: the weight of the norm after the last layer */
     bf16 *residual;   /* [n, hidden]: embeddings, overwritten */
     bf16 *x;          /* [n, hidden]: the result */
     bf16 *qkv;        /* [n, num_heads + 2 * num_kv_heads, dim] */
@@ -266,10 +269,10 @@ struct decoder {
     const int64_t *slots;
     int64_t num_layers, n, hidden, intermediate;
     float eps;
-    struct attention attention; /* without keys and values */
+    struct attention attention; /* each layer sets its own keys and values */
 };
 
-/* What `LlamaModel.forward` does, by the same functions, in one call. */
+/* `LlamaModel.forward` in one call, with the same functions. */
 void decode(const struct decoder *d)
 {
     struct attention a = d->attention;

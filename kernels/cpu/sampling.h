@@ -1,8 +1,8 @@
-/* Sampling. Part of `cpu.c`. */
+/* Sampling. Part of `ops.c`. */
 
-/* The tokens among which a filter's threshold lies. */
+/* The logits that may be a filter's threshold. */
 struct candidates {
-    float *x;
+    float *x; /* [n] */
     int64_t n;
     float smallest, largest;
 };
@@ -13,7 +13,7 @@ struct candidates {
 #include "sampling_avx2.h"
 #endif
 
-/* The largest x from which on there are so many, or weigh so much: by halves of the range. */
+/* The largest x for which the candidates >= x number, or weigh, at least `wanted`: by bisection. */
 static float cut_off(struct candidates c, double wanted, float best, float temperature)
 {
     while (c.n && c.smallest < c.largest) {
@@ -34,14 +34,14 @@ static float cut_off(struct candidates c, double wanted, float best, float tempe
 struct sampling {
     const float *logits;      /* [n, size] */
     const float *temperature; /* [n]; NULL: all 0 */
-    const float *top_p, *min_p;
-    const int32_t *top_k;
-    const int64_t *keys;
-    int64_t *tokens; /* [n]: the result */
+    const float *top_p, *min_p; /* [n] */
+    const int32_t *top_k;     /* [n] */
+    const int64_t *keys;      /* [n] */
+    int64_t *tokens;          /* [n]: the result */
     int64_t n, size;
 };
 
-/* The least logit that min-p, top-k and top-p leave of row i. room: [2, size]. */
+/* The smallest logit that min-p, top-k and top-p keep in row i. room: [2, size]. */
 static float threshold_of(const struct sampling *s, int64_t i, float *room)
 {
     const float *x = s->logits + i * s->size, temperature = s->temperature[i];

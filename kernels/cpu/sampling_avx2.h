@@ -1,4 +1,4 @@
-/* What `cpu_sampling.h` needs, for processors with AVX2. */
+/* The parts of `sampling.h` that depend on the processor, with AVX2. */
 
 /* ln x, for normal x > 0. Within 2 units in the last place. */
 INLINE __m256 log8(__m256 x)
@@ -51,7 +51,7 @@ INLINE __m256 gumbel(__m256i tokens, int64_t key)
     return _mm256_sub_ps(zero, log8(_mm256_blendv_ps(v, w, counts)));
 }
 
-/* x[0:8]; from `left` on NaN, which no comparison is true of. */
+/* x[0:8]; NaN from `left` on, for which every comparison is false. */
 INLINE __m256 load_some(const float *x, int64_t left)
 {
     if (left >= WIDTH)
@@ -62,7 +62,7 @@ INLINE __m256 load_some(const float *x, int64_t left)
                             _mm256_castsi256_ps(inside));
 }
 
-/* The first of the largest x + temperature * noise of those that are at least `threshold`. */
+/* The first index of the largest x + temperature * noise over x >= threshold. */
 static int64_t draw(const float *x, int64_t size, float threshold, float temperature, int64_t key)
 {
     const __m256i counting = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
@@ -91,7 +91,7 @@ static int64_t draw(const float *x, int64_t size, float threshold, float tempera
     return MIN(tokens[first], size - 1);
 }
 
-/* Those of `from` that are at least `low` and at most `high`, in their order. `to` may be `from`. */
+/* The numbers of `from` in [low, high], in order. `to` may be `from`. */
 static struct candidates between(const float *from, int64_t n, float low, float high, float *to)
 {
     struct candidates kept = {.x = to, .smallest = INFINITY, .largest = -INFINITY};
@@ -117,7 +117,7 @@ static struct candidates between(const float *from, int64_t n, float low, float 
     return kept;
 }
 
-/* How many there are from `low` on; with a temperature, how much they weigh beside `best`. */
+/* The number of candidates >= low; with a temperature, their weight relative to `best`. */
 static double weigh(const struct candidates *c, float low, float best, float temperature)
 {
     int64_t count = 0;

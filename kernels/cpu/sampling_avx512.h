@@ -1,4 +1,4 @@
-/* What `cpu_sampling.h` needs, for processors with AVX-512. */
+/* The parts of `sampling.h` that depend on the processor, with AVX-512. */
 
 /* ln x, for normal x > 0. Within 2 units in the last place. */
 static __m512 log16(__m512 x)
@@ -54,7 +54,7 @@ static __mmask16 within(int64_t i, int64_t size)
     return size - i >= 16 ? 0xffff : (1 << (size - i)) - 1;
 }
 
-/* The first of the largest x + temperature * noise of those that are at least `threshold`. */
+/* The first index of the largest x + temperature * noise over x >= threshold. */
 static int64_t draw(const float *x, int64_t size, float threshold, float temperature, int64_t key)
 {
     const __m512i counting =
@@ -80,7 +80,7 @@ static int64_t draw(const float *x, int64_t size, float threshold, float tempera
     return MIN(first, size - 1);
 }
 
-/* Those of `from` that are at least `low` and at most `high`, in their order. `to` may be `from`. */
+/* The numbers of `from` in [low, high], in order. `to` may be `from`. */
 static struct candidates between(const float *from, int64_t n, float low, float high, float *to)
 {
     struct candidates kept = {.x = to};
@@ -99,7 +99,7 @@ static struct candidates between(const float *from, int64_t n, float low, float 
     return kept;
 }
 
-/* How many there are from `low` on; with a temperature, how much they weigh beside `best`. */
+/* The number of candidates >= low; with a temperature, their weight relative to `best`. */
 static double weigh(const struct candidates *c, float low, float best, float temperature)
 {
     int64_t count = 0;

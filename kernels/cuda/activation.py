@@ -1,9 +1,10 @@
 """The activation between a feed-forward block's projections."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from tritium.kernels.cuda.launch import FLOATS, check
 
 
 @triton.jit
@@ -13,7 +14,10 @@ def _silu_and_mul(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """gate * sigmoid(gate) * up (SwiGLU; Shazeer, 2020)."""
+    """out = gate * sigmoid(gate) * up (SwiGLU; Shazeer, 2020).
+
+    One program computes BLOCK elements of one row.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     in_row = column < SIZE
@@ -33,16 +37,11 @@ def silu_and_mul(
 
     assert both == 2 * size
     assert size > 0
-    assert gate_up.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    assert gate_up.is_contiguous()
+    assert gate_up.dtype in FLOATS
+    check(gate_up, gate_up.shape, gate_up.dtype, gate_up)
 
     out = gate_up.new_empty(n, size)
-    block = 1024
-    _silu_and_mul[(n, triton.cdiv(size, block))](
-        gate_up,
-        out,
-        SIZE=size,
-        BLOCK=block,
-        num_warps=block // 256,  # eight elements a thread: 16-byte loads
-    )
+    block, num_warps = 1024, 4  # eight elements per thread: 16-byte loads
+    grid = (n, triton.cdiv(size, block))
+    _silu_and_mul[grid](gate_up, out, SIZE=size, BLOCK=block, num_warps=num_warps)
     return out

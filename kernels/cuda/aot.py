@@ -1,10 +1,10 @@
-"""Compiles the kernels for Ampere, Ada and Hopper without a GPU, and says what each one takes.
+"""Compiles the kernels for Ampere, Ada and Hopper without a GPU, and lists their resources.
 
     tritium benchmark aot            # JSON
     tritium benchmark aot --table    # Markdown
 
-Each kernel is compiled through its own launcher, with only the launch left out, so that what is
-described is what runs: the same tile sizes, the same knowledge of alignments.
+Each kernel is compiled through its own launcher; only the launch is left out. So the code that is
+described is the code that runs, with the same tile sizes and the same alignments.
 """
 
 import argparse
@@ -27,12 +27,15 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from tritium.kernels.cuda.activation import silu_and_mul
+from tritium.kernels.cuda.add_bias import add_bias
+from tritium.kernels.cuda.apply_mask import apply_mask
+from tritium.kernels.cuda.apply_penalties import apply_penalties
 from tritium.kernels.cuda.decode_attention import decode_attention
 from tritium.kernels.cuda.matmul import matmul
 from tritium.kernels.cuda.norm import add_rms_norm, rms_norm
 from tritium.kernels.cuda.paged_attention import paged_attention
 from tritium.kernels.cuda.rope_cache import rope_and_cache
-from tritium.kernels.cuda.sampling import add_bias, apply_mask, apply_penalties, sample
+from tritium.kernels.cuda.sampling import sample
 from tritium.kernels.metadata import AttentionMetadata, KVCache
 from tritium.kernels.sampling_tensors import SamplingTensors
 
@@ -43,7 +46,7 @@ Launch = Callable[[], object]
 
 
 class Driver:
-    """As much of a Triton-lang driver as compiling takes."""
+    """The part of a Triton-lang driver that compilation needs."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -52,28 +55,28 @@ class Driver:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return self.capability  # what is compiled is kept by this number
+        return self.capability  # the key of compiled kernels
 
-    def get_current_stream(self, device: int) -> int:
+    def get_current_stream(self, device: int) -> int:  # noqa: ARG002 -- Triton-lang's interface
         return 0
 
 
 def compile_all() -> list[dict[str, Any]]:
-    """A row for each kernel of each variant and capability."""
+    """One row per kernel, variant and capability."""
     work = [(c, name) for c in (AMPERE, ADA, HOPPER) for name, _ in variants(c)]
-    # Forked, so that torch isn't imported again.
+    # Forked, so that torch is not imported again.
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as pool:
         return [row for rows in pool.map(compile_variant, *zip(*work, strict=True)) for row in rows]
 
 
 def compile_variant(capability: int, name: str) -> list[dict[str, Any]]:
-    """A row for each kernel that the variant launches."""
+    """One row per kernel that the variant launches."""
     triton.runtime.driver.set_active(Driver(capability))
     compiled: list[Any] = []
     run = JITFunction.run
 
-    def compile_only(kernel: Any, *args: Any, warmup: bool, **kwargs: Any) -> None:
-        compiled.append(run(kernel, *args, warmup=True, **kwargs))
+    def compile_only(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        compiled.append(run(kernel, *args, **kwargs | {"warmup": True}))
 
     with patch.object(JITFunction, "run", compile_only):
         dict(variants(capability))[name]()
@@ -83,8 +86,8 @@ def compile_variant(capability: int, name: str) -> list[dict[str, Any]]:
 
 # -- variants --
 
-# (query heads, heads for keys and values, size of a head): SmolLM2's, one whose size is no power of
-# two, Phi-3's, Llama 3.1's, Gemma 2's.
+# (query heads, KV heads, head_dim) of SmolLM2, of a model whose head_dim is no power of two, of
+# Phi-3, Llama 3.1 and Gemma 2.
 HEADS = {
     "64": (9, 3, 64),
     "80": (8, 8, 80),
@@ -97,12 +100,12 @@ VOCAB_SIZE = 128256
 
 
 def variants(capability: int) -> Iterator[tuple[str, Launch]]:
-    """(name, what launches it) of everything that is compiled."""
+    """(name, launch) of everything that is compiled."""
     if capability != ADA:
         yield from attention_variants()
         yield from quantised_variants("int8", torch.int8)
         yield from other_variants()
-    if capability >= ADA:  # the first with arithmetic in fp8
+    if capability >= ADA:  # the oldest with fp8
         yield from quantised_variants("fp8", torch.float8_e4m3fn)
 
 
@@ -177,7 +180,7 @@ def attention_tensors(
     dtype: torch.dtype,
     cache_dtype: torch.dtype | None,
 ) -> tuple[Tensor, KVCache, float]:
-    """Queries, as a view of what the model has them in; the cache; the scale."""
+    """Queries, as a view of qkv as in the model; the cache; the scale."""
     num_heads, num_kv_heads, head_dim = heads
     qkv = empty(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     kv_cache = KVCache.empty(NUM_BLOCKS, BLOCK_SIZE, *heads[1:], cache_dtype or dtype)
@@ -185,7 +188,7 @@ def attention_tensors(
 
 
 def metadata(query_len: int) -> AttentionMetadata:
-    """Of one sequence."""
+    """The metadata of a batch of one sequence."""
     return AttentionMetadata(
         query_start_loc=empty(2, dtype=torch.int32),
         seq_lens=empty(1, dtype=torch.int32),
@@ -194,7 +197,6 @@ def metadata(query_len: int) -> AttentionMetadata:
         block_size=BLOCK_SIZE,
         num_decodes=int(query_len == 1),
         max_query_len=query_len,
-        max_seq_len=NUM_BLOCKS * BLOCK_SIZE,
     )
 
 
@@ -265,11 +267,11 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-# -- what was compiled --
+# -- description of the machine code --
 
 
 def describe(compiled: Any) -> dict[str, Any]:
-    """Resources, and from the machine code the accesses to global memory and the products."""
+    """A kernel's resources, and from its machine code the global loads, stores and products."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -281,7 +283,7 @@ def describe(compiled: Any) -> dict[str, Any]:
         "registers": int(resources["REG"]),
         "stack": int(resources["STACK"]),
         "local": int(resources["LOCAL"]),
-        "shared": compiled.metadata.shared,  # the dynamic part, which cuobjdump does not see
+        "shared": compiled.metadata.shared,  # dynamic, so not in the cubin
         "warps": compiled.metadata.num_warps,
         "loops": code.loops(),
         "loop_sums": code.loop_sums(),
@@ -315,7 +317,7 @@ class _Code:
         ]
 
     def loop_sums(self) -> list[dict[str, int]]:
-        """How much of each arithmetic that rounds is in each loop."""
+        """The number of instructions of each rounding operation in each loop."""
         ops = ("FADD", "FMUL", "FFMA", "MUFU", "HMMA", "HGMMA")
         return [
             dict(Counter(op for at, op, _ in self.lines if op in ops and begin <= at <= end))
@@ -323,7 +325,7 @@ class _Code:
         ]
 
     def _loops(self) -> Iterator[tuple[int, int]]:
-        """First and last address of each loop, which a branch back ends."""
+        """First and last address of each loop; a backward branch ends a loop."""
         for at, op, rest in self.lines:
             target = re.search(r"0x(\w+)", rest)
             if op == "BRA" and target and int(target[1], 16) < at:
@@ -336,13 +338,13 @@ def _width(modifiers: str) -> int:
     return int(bits) // 8
 
 
-# -- what is said of it --
+# -- the table --
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a line for each kernel of each variant, `Ampere / Hopper` where they differ.
+    """Markdown: one line per kernel and variant, `Ampere / Hopper` where they differ.
 
-    Where the KV cache is in fp8, which Ampere lacks, `Ada / Hopper`.
+    With a KV cache in fp8, which Ampere lacks, `Ada / Hopper`.
     """
     lines = [
         "| kernel | variant | warps | registers | spilled bytes | shared memory, KiB "

@@ -1,7 +1,7 @@
-"""Attention of one query token a sequence over the paged KV cache, split along the keys.
+"""Attention of one query token per sequence over the paged KV cache, split along the keys.
 
-Flash-Decoding (Dao et al., 2023): as many programs as fill the GPU take a part of a sequence's
-keys each, and a second kernel puts the parts together.
+Flash-Decoding (Dao et al., 2023): a sequence's keys are split over as many programs as fill the
+GPU, and a second kernel merges the parts.
 """
 
 import torch
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritium.kernels.cuda.paged_attention import LOG2_E, NUM_STAGES, attend, check
+from tritium.kernels.cuda.attention import LOG2_E, NUM_STAGES, attend, check_attention
 from tritium.kernels.metadata import AttentionMetadata, KVCache
 
 
@@ -17,30 +17,25 @@ from tritium.kernels.metadata import AttentionMetadata, KVCache
 def _decode_attention(
     q_ptr,  # [num_seqs, num_heads, HEAD_DIM]
     out_ptr,  # [num_seqs, num_heads, SPLITS, HEAD_DIM]
-    log_sum_ptr,  # [num_seqs, num_heads, SPLITS] float32, where SPLITS > 1
+    log_sum_ptr,  # [num_seqs, num_heads, SPLITS] float32; None: SPLITS is 1
     cached_ptr,  # [2, num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM]
-    scales_ptr,  # [2, num_blocks, BLOCK_SIZE, num_kv_heads] float32, where QUANTISED
+    scales_ptr,  # [2, num_blocks, BLOCK_SIZE, num_kv_heads] float32; None: not quantised
     block_tables_ptr,  # [num_seqs, max_blocks] int32
     seq_lens_ptr,  # [num_seqs] int32
     scale,  # of the scores, times log2(e)
     q_stride,  # between tokens
     values_stride,  # between the keys and the values
     block_tables_stride,
-    GROUP: tl.constexpr,  # query heads a KV head
+    C: tl.constexpr,  # see `Constants`
     SPLITS: tl.constexpr,
-    QUANTISED: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,  # 0: none
-    SOFT_CAP: tl.constexpr,  # of the scores before `scale`; 0: none
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):
     """out = softmax(scale * q k^T) v and log_sum = log2(sum(2^(scale * q k^T))), of a split's keys.
 
-    One program takes the query heads of one KV head, as the rows of one tile, and one split.
-    The keys that the token sees are dealt out in whole tiles, as half-open ranges::
+    One program computes the query heads of one KV head, as the rows of one tile, for one split.
+    The keys that the token sees are divided in whole tiles, as half-open ranges::
 
         first_key                                                       seq_len
         [begin, end) of split 0 | [begin, end) of split 1 | ... | cut short | empty ...
@@ -58,46 +53,37 @@ def _decode_attention(
     end = tl.minimum(begin + split_len, seq_len)
     full_end = begin + (end - begin) // BLOCK_N * BLOCK_N
 
-    # -- load q: rows left over repeat the last head and are not stored --
+    # -- load q: surplus rows repeat the last head and are not stored --
     row = tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    dim = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    head = kv_head * GROUP + tl.minimum(row, GROUP - 1)  # [BLOCK_M]
-    in_head = (dim < HEAD_DIM)[None, :]  # [1, BLOCK_D]
-    q_ptrs = q_ptr + seq.to(tl.int64) * q_stride + head[:, None] * HEAD_DIM + dim[None, :]
-    q = tl.load(q_ptrs, mask=in_head, other=0.0)  # [BLOCK_M, BLOCK_D]
+    dim = tl.arange(0, C.BLOCK_D)  # [C.BLOCK_D]
+    head = kv_head * C.GROUP + tl.minimum(row, C.GROUP - 1)  # [BLOCK_M]
+    in_head = (dim < C.HEAD_DIM)[None, :]  # [1, C.BLOCK_D]
+    q_ptrs = q_ptr + seq.to(tl.int64) * q_stride + head[:, None] * C.HEAD_DIM + dim[None, :]
+    q = tl.load(q_ptrs, mask=in_head, other=0.0)  # [BLOCK_M, C.BLOCK_D]
 
-    # -- attend --
-    key_ptr = cached_ptr + kv_head * HEAD_DIM
-    value_ptr = key_ptr + values_stride
-    key_scale_ptr = scales_ptr + kv_head if QUANTISED else None
-    value_scale_ptr = key_scale_ptr + values_stride // HEAD_DIM if QUANTISED else None
-    block_table_ptr = block_tables_ptr + seq.to(tl.int64) * block_tables_stride
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    row_max = tl.full([BLOCK_M], -1e30, tl.float32)
-    position = tl.zeros([BLOCK_M], tl.int32) + seq_len - 1  # [BLOCK_M]
-    acc, row_sum, row_max = attend(
-        acc, row_sum, row_max, q, position,
-        key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, block_table_ptr,
-        begin, full_end, num_kv_heads, scale,
-        QUANTISED, False, 0, SOFT_CAP, HEAD_DIM, BLOCK_SIZE, BLOCK_N,
-    )  # fmt: skip
-    acc, row_sum, row_max = attend(
-        acc, row_sum, row_max, q, position,
-        key_ptr, value_ptr, key_scale_ptr, value_scale_ptr, block_table_ptr,
-        full_end, end, num_kv_heads, scale,
-        QUANTISED, True, 0, SOFT_CAP, HEAD_DIM, BLOCK_SIZE, BLOCK_N,
-    )  # fmt: skip
+    # -- attend: no window, as it only moves the first key --
+    out, log_sum = attend(
+        q=q,
+        position=tl.zeros([BLOCK_M], tl.int32) + seq_len - 1,
+        cached_ptr=cached_ptr,
+        scales_ptr=scales_ptr,
+        values_stride=values_stride,
+        block_table_ptr=block_tables_ptr + seq.to(tl.int64) * block_tables_stride,
+        bounds=(begin, begin, full_end, end),
+        scale=scale,
+        C=C,
+        SLIDING_WINDOW=0,
+        BLOCK_N=BLOCK_N,
+    )
 
-    # -- store: an empty split only its log_sum, -inf; a padded row's only split zeros --
-    is_head = row < GROUP  # [BLOCK_M]
-    part = (seq.to(tl.int64) * num_kv_heads * GROUP + head) * SPLITS + split  # [BLOCK_M]
-    stored = is_head[:, None] & in_head  # [BLOCK_M, BLOCK_D]
+    # -- store: of an empty split only log_sum, -inf; of a padded sequence's only split zeros --
+    is_head = row < C.GROUP  # [BLOCK_M]
+    part = (seq.to(tl.int64) * num_kv_heads * C.GROUP + head) * SPLITS + split  # [BLOCK_M]
+    stored = is_head[:, None] & in_head  # [BLOCK_M, C.BLOCK_D]
     if SPLITS > 1:
-        tl.store(log_sum_ptr + part, row_max + tl.log2(row_sum), mask=is_head)
+        tl.store(log_sum_ptr + part, log_sum, mask=is_head)
         stored &= begin < end
-    out = acc / tl.where(row_sum > 0, row_sum, 1)[:, None]  # [BLOCK_M, BLOCK_D]
-    out_ptrs = out_ptr + part[:, None] * HEAD_DIM + dim[None, :]  # [BLOCK_M, BLOCK_D]
+    out_ptrs = out_ptr + part[:, None] * C.HEAD_DIM + dim[None, :]  # [BLOCK_M, C.BLOCK_D]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=stored)
 
 
@@ -112,13 +98,13 @@ def _merge_splits(
 ):
     """out = sum(2^log_sum * part) / sum(2^log_sum) over the splits; 0 where all are empty.
 
-    One program takes one head of one token.
+    One program computes one head of one token.
     """
     head = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)  # [SPLITS]
     dim = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     log_sum = tl.load(log_sum_ptr + head * SPLITS + split)  # [SPLITS]
-    # Where all are empty, the largest is not to be -inf: 2^(-inf + inf) is NaN.
+    # If all are empty, the largest must not be -inf: 2^(-inf + inf) is NaN.
     weight = tl.exp2(log_sum - tl.maximum(tl.max(log_sum, 0), -1e30))  # [SPLITS]
     # An empty split's part was never written.
     loaded = (log_sum > float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :]  # [SPLITS, BLOCK_D]
@@ -138,31 +124,29 @@ def decode_attention(
     soft_cap: float | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """See `kernels.attention`, for sequences of one query token. One of seq_len 0 gives zeros.
+    """See `kernels.attention`, for sequences of one query token. A seq_len of 0 gives zeros.
 
-    The launch depends on the batch's shape only, never on values that lie on the device: a CUDA
-    graph captured with one batch serves every other of its size.
+    The launch depends only on the batch's shape, never on values on the device: a CUDA graph that
+    was captured with one batch serves every other batch of its size.
 
     Args:
-        splits: How many parts a sequence's keys fall into; None: as `num_splits` says.
+        splits: Into how many parts a sequence's keys are split; None: `num_splits` decides.
     """
-    check(q, kv_cache, metadata, scale, sliding_window, soft_cap)
+    constants = check_attention(q, kv_cache, metadata, scale, sliding_window, soft_cap)
     num_seqs, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = kv_cache.data.shape[2:4]
+    num_kv_heads, block_d = kv_cache.data.shape[3], constants.BLOCK_D
     assert metadata.seq_lens.shape == (num_seqs,)
     if splits is None:
         properties = torch.cuda.get_device_properties(q.device)
         splits = num_splits(num_seqs, num_kv_heads, properties.multi_processor_count)
 
-    group = num_heads // num_kv_heads
-    block_m = max(triton.next_power_of_2(group), 16)
-    block_d = triton.next_power_of_2(head_dim)
-    # Tiles of 16 KiB (8, where quantised), two of keys and two of values at a time: three to five
-    # programs run at once on a multiprocessor of Hopper, with some 100 KiB on their way to it,
-    # three times what its share of the bandwidth brings in a microsecond.
+    block_m = max(triton.next_power_of_2(constants.GROUP), 16)
+    # Tiles of 16 KiB (8 if quantised), two of keys and two of values at a time: three to five
+    # programs run at once on a multiprocessor of Hopper, with some 100 KiB in flight to it, three
+    # times what its share of the bandwidth transfers in a microsecond.
     block_n = min(2**14 // (block_d * q.itemsize), 128)
-    # Fewer warps need fewer instructions in all. Where numbers are converted, four would take more
-    # time to issue theirs than the memory to bring the numbers.
+    # Fewer warps need fewer instructions in total. Where numbers are converted, four warps would
+    # take longer to issue theirs than the memory takes to transfer the numbers.
     num_warps = 2 if kv_cache.scales is not None and block_m == 16 else 4
     if head_dim > 128:
         num_warps *= 2
@@ -172,28 +156,21 @@ def decode_attention(
     else:
         parts = q.new_empty((num_seqs, num_heads, splits, head_dim), dtype=torch.float32)
         log_sum = q.new_empty((num_seqs, num_heads, splits), dtype=torch.float32)
+    strides = (t.stride(0) for t in (q, kv_cache.data, metadata.block_tables))
     _decode_attention[(num_seqs, num_kv_heads, splits)](
         q,
         parts,
         log_sum,
-        kv_cache.data,
-        kv_cache.scales,
+        *kv_cache,
         metadata.block_tables,
         metadata.seq_lens,
         scale * LOG2_E,
-        q.stride(0),
-        kv_cache.data.stride(0),
-        metadata.block_tables.stride(0),
-        GROUP=group,
+        *strides,
+        C=constants,
         SPLITS=splits,
-        QUANTISED=kv_cache.scales is not None,
         SLIDING_WINDOW=sliding_window or 0,
-        SOFT_CAP=soft_cap / scale if soft_cap else 0.0,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_D=block_d,
         num_warps=num_warps,
         num_stages=NUM_STAGES,
     )
@@ -207,9 +184,9 @@ def decode_attention(
 def num_splits(num_seqs: int, num_kv_heads: int, num_multiprocessors: int) -> int:
     """A power of two that gives each multiprocessor about eight programs; at most 64.
 
-    Three to five run at once on each; more, and so shorter ones, even out sequences of unequal
-    lengths, which a CUDA graph can't depend on. 1, and no merge, where the batch alone makes so
-    many. 64 parts of a head are as much as one program merges in registers.
+    Three to five run at once on each. More and shorter programs even out sequences of unequal
+    lengths, on which a CUDA graph can't depend. 1, and no merge, if the batch alone has that many
+    programs. 64 parts of a head are as much as one program merges in registers.
     """
     most = 8 * num_multiprocessors // (num_seqs * num_kv_heads)
     return min(1 << max(most.bit_length() - 1, 0), 64)

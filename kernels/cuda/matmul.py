@@ -1,7 +1,6 @@
-"""Matrix product whose rows are the same to the bit in any company.
+"""Batch-invariant matrix product: a row's result is bit-identical for any number of rows.
 
-Knows one way to compute a row, whatever the number of rows: cuBLAS, which picks a kernel by that
-number, is usually faster.
+cuBLAS, which picks a kernel by the number of rows, is usually faster.
 """
 
 import torch
@@ -9,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritium.kernels.cuda.paged_attention import INTERPRETED
+from tritium.kernels.cuda.launch import FLOATS, check, check_dot
 
 GROUP_M = 16  # tiles of rows that share a tile of the weight while it is in the L2 cache
 
 
-# The number of rows is not specialised on, or one row, or 16, would have code of their own.
+# The number of rows is not specialised on: 1 row, or a multiple of 16, would get its own code.
 @triton.jit(do_not_specialize=["num_rows"])
 def _matmul(
     x_ptr,  # [num_rows, in_features]
@@ -29,9 +28,9 @@ def _matmul(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """x @ weight.T + bias, summed in float32 along in_features, BLOCK_K by BLOCK_K from its start.
+    """x @ weight.T + bias, summed in float32 along in_features, BLOCK_K at a time from the start.
 
-    One program takes one tile of the result.
+    One program computes one tile of the result, [BLOCK_M, BLOCK_N].
     """
     num_m, num_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(out_features, BLOCK_N)
     tile = tl.program_id(0)
@@ -41,7 +40,7 @@ def _matmul(
     row = m * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     column = n * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     k = tl.arange(0, BLOCK_K)  # [BLOCK_K]
-    # Past the end the last one again, which is not stored.
+    # Past the end the last row or column is repeated and not stored.
     x_row = tl.minimum(row, num_rows - 1).to(tl.int64)[:, None]  # [BLOCK_M, 1]
     weight_row = tl.minimum(column, out_features - 1).to(tl.int64)[:, None]  # [BLOCK_N, 1]
     x_ptrs = x_ptr + x_row * in_features + k[None, :]  # [BLOCK_M, BLOCK_K]
@@ -68,40 +67,25 @@ def matmul(
     x: Tensor,  # [num_rows, in_features]
     weight: Tensor,  # [out_features, in_features]
     bias: Tensor | None = None,  # [out_features]
-    dtype: torch.dtype | None = None,  # of the result: float32; None: as `x`
+    dtype: torch.dtype | None = None,  # of the result: float32, or None: the dtype of `x`
 ) -> Tensor:
     """See `kernels.linear`."""
     num_rows, in_features = x.shape
     out_features = weight.shape[0]
-    tensors = [x, weight] if bias is None else [x, weight, bias]
 
-    assert weight.shape == (out_features, in_features)
-    assert bias is None or bias.shape == (out_features,)
-    assert x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    assert x.dtype in FLOATS
     assert dtype in (None, x.dtype, torch.float32)
-    assert all(t.is_contiguous() and t.dtype == x.dtype for t in tensors)
-    assert all(t.device == x.device for t in tensors)
-    if INTERPRETED and x.dtype == torch.bfloat16:
-        raise NotImplementedError("Triton-lang's interpreter computes tl.dot of bfloat16 wrongly")
+    check(x, x.shape, x.dtype, x)
+    check(x, (out_features, in_features), x.dtype, weight)
+    if bias is not None:
+        check(x, (out_features,), x.dtype, bias)
+    check_dot(x.dtype)
 
-    # One tile for all: 64 rows, which Hopper's wgmma takes, of so few columns that a decode step
-    # has a program for most multiprocessors. Not yet measured for speed.
-    block_m, block_n, block_k = (64, 64, 64) if x.dtype != torch.float32 else (32, 32, 32)
+    # One tile size for all: 64 rows, the fewest for Hopper's wgmma, and so few columns that a
+    # decode step has a program for most multiprocessors. Not yet measured for speed.
+    blocks = (64, 64, 64) if x.dtype != torch.float32 else (32, 32, 32)
     out = x.new_empty((num_rows, out_features), dtype=dtype or x.dtype)
-    grid = (triton.cdiv(num_rows, block_m) * triton.cdiv(out_features, block_n),)
-    _matmul[grid](
-        x,
-        weight,
-        bias,
-        out,
-        num_rows,
-        out_features,
-        in_features,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        GROUP_M=GROUP_M,
-        num_warps=4,
-        num_stages=5,
-    )
+    grid = (triton.cdiv(num_rows, blocks[0]) * triton.cdiv(out_features, blocks[1]),)
+    shape = (num_rows, out_features, in_features)
+    _matmul[grid](x, weight, bias, out, *shape, *blocks, GROUP_M, num_warps=4, num_stages=5)
     return out

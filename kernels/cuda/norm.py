@@ -5,11 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tritium.kernels.cuda.launch import FLOATS, check
+
 
 @triton.jit
 def _rms_norm(
     x_ptr,  # [n, SIZE]
-    residual_ptr,  # [n, SIZE]; None: x is normalised as it is
+    residual_ptr,  # [n, SIZE]; None: x alone is normalised
     weight_ptr,  # [SIZE]
     out_ptr,  # [n, SIZE]
     eps,
@@ -18,8 +20,8 @@ def _rms_norm(
 ):
     """h / sqrt(mean(h^2) + eps) * weight (Zhang & Sennrich, 2019); h = x, or residual + x.
 
-    One program takes one row. The sum is rounded before it is normalised, so that what the next
-    layers read of the residual stream is what was normalised.
+    One program computes one row. The sum is rounded before it is normalised, so that the norm reads
+    the same numbers as the later layers read from the residual stream.
     """
     column = tl.arange(0, BLOCK)  # [BLOCK]
     in_row = column < SIZE
@@ -55,35 +57,21 @@ def add_rms_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.add_rms_norm`."""
-    assert residual.shape == x.shape
-    assert residual.is_contiguous()
-    assert residual.dtype == x.dtype
-    assert residual.device == x.device
+    check(x, x.shape, x.dtype, residual)
     return _launch(x, residual, weight, eps), residual
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     n, size = x.shape
 
-    assert weight.shape == (size,)
     assert 0 < size <= 16384
-    assert x.is_contiguous()
-    assert weight.is_contiguous()
-    assert x.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    assert x.dtype == weight.dtype
-    assert x.device == weight.device
+    assert x.dtype in FLOATS
+    check(x, x.shape, x.dtype, x)
+    check(x, (size,), x.dtype, weight)
 
     out = torch.empty_like(x)
     block = triton.next_power_of_2(size)
-    _rms_norm[(n,)](
-        x,
-        residual,
-        weight,
-        out,
-        eps,
-        SIZE=size,
-        BLOCK=block,
-        # Eight elements a thread, 16 of the longest rows: 16-byte loads.
-        num_warps=min(32, max(1, block // 256)),
-    )
+    # Eight elements per thread, 16 in the longest rows: 16-byte loads.
+    num_warps = min(32, max(1, block // 256))
+    _rms_norm[(n,)](x, residual, weight, out, eps, SIZE=size, BLOCK=block, num_warps=num_warps)
     return out

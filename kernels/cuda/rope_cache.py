@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tritium.kernels.cuda.launch import check
 from tritium.kernels.metadata import QUANTISED_MAX, SMALLEST_MAX, KVCache
 
 
@@ -17,7 +18,7 @@ def _rope_and_cache(
     scales_ptr,  # [2, num_slots, NUM_KV_HEADS] float32; None: not quantised
     slot_mapping_ptr,  # [num_tokens] int64
     q_norm_ptr,  # [2 * HALF]; None: no norm
-    k_norm_ptr,  # the same
+    k_norm_ptr,  # [2 * HALF]; None: no norm
     eps,
     num_slots,
     NUM_HEADS: tl.constexpr,
@@ -30,9 +31,9 @@ def _rope_and_cache(
 ):
     """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for q and k (RoFormer; Su et al., 2021).
 
-    x1 and x2 are the halves of a head, as Llama pairs them; before it, where asked for,
-    x -> x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich, 2019). One program takes BLOCK_H
-    of a token's heads. Queries go back to where they were, keys and values to the token's slot.
+    x1 and x2 are the halves of a head, as Llama pairs them. Before the rotation, if there are norm
+    weights, x -> x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich, 2019). One program computes
+    BLOCK_H of a token's heads. Queries are stored in place, keys and values in the token's slot.
     """
     NUM_ALL: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     token = tl.program_id(0).to(tl.int64)
@@ -41,11 +42,11 @@ def _rope_and_cache(
     in_half = dim < HALF
     in_token = (head < NUM_ALL) & in_half  # [BLOCK_H, BLOCK_D]
     is_query = head < NUM_HEADS  # [BLOCK_H, 1]
-    is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    is_value = head >= NUM_HEADS + NUM_KV_HEADS  # [BLOCK_H, 1]
 
     qkv_ptrs = qkv_ptr + (token * NUM_ALL + head) * (2 * HALF) + dim  # [BLOCK_H, BLOCK_D]
-    x1 = tl.load(qkv_ptrs, mask=in_token, other=0.0).to(tl.float32)
-    x2 = tl.load(qkv_ptrs + HALF, mask=in_token, other=0.0).to(tl.float32)
+    x1 = tl.load(qkv_ptrs, mask=in_token, other=0.0).to(tl.float32)  # [BLOCK_H, BLOCK_D]
+    x2 = tl.load(qkv_ptrs + HALF, mask=in_token, other=0.0).to(tl.float32)  # [BLOCK_H, BLOCK_D]
 
     # -- norm --
     if q_norm_ptr is not None:
@@ -57,11 +58,11 @@ def _rope_and_cache(
 
     # -- rotate --
     cos = tl.load(cos_ptr + token * HALF + dim, mask=in_half)  # [1, BLOCK_D]
-    sin = tl.load(sin_ptr + token * HALF + dim, mask=in_half)
+    sin = tl.load(sin_ptr + token * HALF + dim, mask=in_half)  # [1, BLOCK_D]
     cos = tl.where(is_value, 1.0, cos)  # [BLOCK_H, BLOCK_D]
-    sin = tl.where(is_value, 0.0, sin)
-    y1 = x1 * cos - x2 * sin
-    y2 = x2 * cos + x1 * sin
+    sin = tl.where(is_value, 0.0, sin)  # [BLOCK_H, BLOCK_D]
+    y1 = x1 * cos - x2 * sin  # [BLOCK_H, BLOCK_D]
+    y2 = x2 * cos + x1 * sin  # [BLOCK_H, BLOCK_D]
 
     # -- store queries --
     tl.store(qkv_ptrs, y1.to(qkv_ptr.dtype.element_ty), mask=is_query & in_half)
@@ -79,7 +80,7 @@ def _rope_and_cache(
         tl.store(scales_ptr + row, scale, mask=is_cached)
         y1 /= scale
         y2 /= scale
-        if cached_ptr.dtype.element_ty == tl.int8:  # whose conversion doesn't round, but cuts off
+        if cached_ptr.dtype.element_ty == tl.int8:  # conversion to int8 truncates
             y1 = tl.floor(y1 + 0.5)
             y2 = tl.floor(y2 + 0.5)
     cached_ptrs = cached_ptr + row * (2 * HALF) + dim  # [BLOCK_H, BLOCK_D]
@@ -89,16 +90,16 @@ def _rope_and_cache(
 
 @triton.jit
 def _weight(
-    q_norm_ptrs,  # [1, BLOCK_D], as k_norm_ptrs
-    k_norm_ptrs,
+    q_norm_ptrs,  # [1, BLOCK_D]
+    k_norm_ptrs,  # [1, BLOCK_D]
     in_half,  # [1, BLOCK_D]
     is_query,  # [BLOCK_H, 1]
     is_value,  # [BLOCK_H, 1]
 ):
     """The norm's weight of each head, 1 for values: [BLOCK_H, BLOCK_D] float32."""
-    of_queries = tl.load(q_norm_ptrs, mask=in_half, other=0.0).to(tl.float32)
-    of_keys = tl.load(k_norm_ptrs, mask=in_half, other=0.0).to(tl.float32)
-    return tl.where(is_value, 1.0, tl.where(is_query, of_queries, of_keys))
+    q_norm = tl.load(q_norm_ptrs, mask=in_half, other=0.0).to(tl.float32)  # [1, BLOCK_D]
+    k_norm = tl.load(k_norm_ptrs, mask=in_half, other=0.0).to(tl.float32)  # [1, BLOCK_D]
+    return tl.where(is_value, 1.0, tl.where(is_query, q_norm, k_norm))
 
 
 def rope_and_cache(
@@ -120,25 +121,16 @@ def rope_and_cache(
     kv_cache.check(qkv)
     assert num_heads > 0
     assert head_dim % 16 == 0
-    assert cos.shape == sin.shape == (num_tokens, half)
-    assert slot_mapping.shape == (num_tokens,)
-    assert slot_mapping.dtype == torch.int64
-    assert cos.dtype == sin.dtype == torch.float32
-    assert all(norm.shape == (head_dim,) and norm.dtype == qkv.dtype for norm in norms)
-    assert all(t.is_contiguous() for t in (qkv, cos, sin, slot_mapping, *norms))
-    assert all(t.device == qkv.device for t in (cos, sin, slot_mapping, *norms))
+    check(qkv, qkv.shape, qkv.dtype, qkv)
+    check(qkv, (num_tokens, half), torch.float32, cos, sin)
+    check(qkv, (num_tokens,), torch.int64, slot_mapping)
+    check(qkv, (head_dim,), qkv.dtype, *norms)
 
     block_h, block_d = 16, triton.next_power_of_2(half)
     grid = (num_tokens, triton.cdiv(num_all, block_h))
+    tensors = (qkv, cos, sin, *kv_cache, slot_mapping, q_norm, k_norm)
     _rope_and_cache[grid](
-        qkv,
-        cos,
-        sin,
-        kv_cache.data,
-        kv_cache.scales,
-        slot_mapping,
-        q_norm,
-        k_norm,
+        *tensors,
         eps,
         num_blocks * block_size,
         NUM_HEADS=num_heads,
@@ -148,6 +140,6 @@ def rope_and_cache(
         SMALLEST_MAX=SMALLEST_MAX,
         BLOCK_H=block_h,
         BLOCK_D=block_d,
-        num_warps=max(1, block_h * block_d // 256),  # eight elements a thread: 16-byte loads
+        num_warps=max(1, block_h * block_d // 256),  # eight elements per thread: 16-byte loads
     )
     return qkv[:, :num_heads]

@@ -1,119 +1,44 @@
-"""From logits to token ids: what a request changes in its logits, filters, and the draw itself."""
+"""From logits to token ids: temperature, filters and the draw."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tritium.kernels.cuda.launch import check
 from tritium.kernels.sampling_tensors import SamplingTensors
 
-_BLOCK = 1024  # logits a tile; with four warps eight a thread: 16-byte loads
-_NUM_PROGRAMS = 1024  # that a small batch is split into: several for each multiprocessor
-
-
-# -- adjusting logits --
-
-
-@triton.jit(do_not_specialize=["token_ids_ptr", "values_ptr", "starts_ptr"])
-def _add_bias(
-    logits_ptr,  # [num_rows, vocab_size] float32
-    token_ids_ptr,  # [total] int32
-    values_ptr,  # [total] float32
-    starts_ptr,  # [num_rows + 1] int32
-    vocab_size,
-    BLOCK: tl.constexpr,
-):
-    """logits[row, token_ids[i]] += values[i] for each i in [starts[row], starts[row + 1])."""
-    row = tl.program_id(0).to(tl.int64)
-    end = tl.load(starts_ptr + row + 1)
-    for start in range(tl.load(starts_ptr + row), end, BLOCK):
-        i = start + tl.arange(0, BLOCK)  # [BLOCK]
-        in_row = i < end
-        token = tl.load(token_ids_ptr + i, mask=in_row, other=0)  # [BLOCK]
-        value = tl.load(values_ptr + i, mask=in_row, other=0.0)  # [BLOCK]
-        ptrs = logits_ptr + row * vocab_size + token  # [BLOCK]
-        tl.store(ptrs, tl.load(ptrs, mask=in_row) + value, mask=in_row)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "token_ids_ptr",
-        "counts_ptr",
-        "starts_ptr",
-        "repetition_ptr",
-        "presence_ptr",
-        "frequency_ptr",
-    ]
-)
-def _apply_penalties(
-    logits_ptr,  # [num_rows, vocab_size] float32
-    token_ids_ptr,  # [total] int32
-    counts_ptr,  # [total] int32
-    starts_ptr,  # [num_rows + 1] int32
-    repetition_ptr,  # [num_rows] float32
-    presence_ptr,  # [num_rows] float32
-    frequency_ptr,  # [num_rows] float32
-    vocab_size,
-    BLOCK: tl.constexpr,
-):
-    """x' = (x / r if x > 0 else x r) - f count - p [count > 0], for a row's tokens so far.
-
-    Repetition r as in CTRL (Keskar et al., 2019), frequency f and presence p as in OpenAI's API.
-    A row's tokens differ from each other, so no two lanes write to the same logit.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    repetition = tl.load(repetition_ptr + row)
-    presence = tl.load(presence_ptr + row)
-    frequency = tl.load(frequency_ptr + row)
-    end = tl.load(starts_ptr + row + 1)
-    for start in range(tl.load(starts_ptr + row), end, BLOCK):
-        i = start + tl.arange(0, BLOCK)  # [BLOCK]
-        in_row = i < end
-        token = tl.load(token_ids_ptr + i, mask=in_row, other=0)  # [BLOCK]
-        count = tl.load(counts_ptr + i, mask=in_row, other=0)  # [BLOCK]
-        ptrs = logits_ptr + row * vocab_size + token  # [BLOCK]
-        x = tl.load(ptrs, mask=in_row, other=0.0)  # [BLOCK]
-        x = tl.where(x > 0, x / repetition, x * repetition)
-        x -= frequency * count + tl.where(count > 0, presence, 0.0)
-        tl.store(ptrs, x, mask=in_row)
-
-
-@triton.jit
-def _apply_mask(
-    logits_ptr,  # [num_rows, vocab_size] float32
-    mask_ptr,  # [num_rows, cdiv(vocab_size, 32)] int32
-    vocab_size,
-    BLOCK: tl.constexpr,
-):
-    """logits[row, token] = -inf where bit token % 32 of mask[row, token / 32] is 0."""
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    in_row = token < vocab_size
-    word_ptrs = mask_ptr + row * tl.cdiv(vocab_size, 32) + token // 32  # [BLOCK]
-    bit = (tl.load(word_ptrs, mask=in_row, other=0) >> token % 32) & 1  # [BLOCK]
-    forbidden = tl.full([BLOCK], float("-inf"), tl.float32)
-    tl.store(logits_ptr + row * vocab_size + token, forbidden, mask=in_row & (bit == 0))
+_BLOCK = 1024  # logits per tile; with four warps eight per thread: 16-byte loads
+_NUM_PROGRAMS = 1024  # programs that a small batch is split into: several per multiprocessor
 
 
 # -- filters --
 
 
 @triton.jit
+def _load_tile(logits_ptr, start, vocab_size, BLOCK: tl.constexpr):
+    """The logits of one row from `start` on, -inf past its end: [BLOCK] float32."""
+    token = start + tl.arange(0, BLOCK)  # [BLOCK]
+    return tl.load(logits_ptr + token, mask=token < vocab_size, other=float("-inf"))
+
+
+@triton.jit
 def _to_ordered(x):
-    """A float32 as an integer, in the order of the floats."""
+    """A float32 as an int64; the integers are in the order of the floats."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def _from_ordered(x):
+    """The inverse of `_to_ordered`."""
     bits = x.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _weigh(x, best, temperature, BY_MASS: tl.constexpr):
-    """What each of x [BLOCK] counts: its probability as a share of the best token's, or 1."""
+    """The weight of each of x [BLOCK]: its probability relative to the best token's, or 1."""
     return tl.exp((x - best) / temperature) if BY_MASS else tl.full(x.shape, 1.0, tl.float32)
 
 
@@ -121,25 +46,24 @@ def _weigh(x, best, temperature, BY_MASS: tl.constexpr):
 def _search_threshold(
     logits_ptr,  # [vocab_size] float32: one row
     vocab_size,
-    low,  # float32, as best: the threshold lies in [low, best]
-    best,  # the largest logit
+    low,  # float32: the threshold lies in [low, best]
+    best,  # float32: the largest logit
     target,  # float32, above 0
     temperature,
     BY_MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The largest t where the tokens with logits >= t weigh `target` together; `low` if none.
+    """The largest t for which the tokens with logits >= t weigh at least `target`; else `low`.
 
-    A search over the floats as integers, so that it ends at the very logit, after at most 16
-    passes. As in FlashInfer (Ye et al., 2025) nothing is sorted. With three pivots a pass, as
+    A search over the floats as integers, so that it ends at the exact logit, after at most 16
+    passes. As in FlashInfer (Ye et al., 2025) nothing is sorted. Three pivots per pass balance
+    the arithmetic and the time to load::
 
         [low, a)  [a, b)  [b, c)  [c, high)
-
-    waiting for memory and the arithmetic balance.
     """
-    begin = _to_ordered(low)  # always the last pivot known to be low enough
+    begin = _to_ordered(low)  # the largest pivot known to be low enough
     end = _to_ordered(best) + 1
-    found = -1.0  # the weight at `begin`: a match ends a search by count early
+    found = -1.0  # the weight at `begin`: an exact match ends a search by count early
     while (end - begin > 1) & (found != target):
         step = (end - begin + 3) // 4
         a = _from_ordered(begin + step)
@@ -149,8 +73,7 @@ def _search_threshold(
         from_b = tl.zeros([BLOCK], tl.float32)
         from_c = tl.zeros([BLOCK], tl.float32)
         for start in range(0, vocab_size, BLOCK):
-            token = start + tl.arange(0, BLOCK)  # [BLOCK]
-            x = tl.load(logits_ptr + token, mask=token < vocab_size, other=float("-inf"))  # [BLOCK]
+            x = _load_tile(logits_ptr, start, vocab_size, BLOCK)  # [BLOCK]
             weight = _weigh(x, best, temperature, BY_MASS)  # [BLOCK]
             from_a += tl.where(x >= a, weight, 0.0)
             from_b += tl.where(x >= b, weight, 0.0)
@@ -180,10 +103,10 @@ def _find_thresholds(
     vocab_size,
     BLOCK: tl.constexpr,
 ):
-    """The least logit that each row's filters leave; ties are left together.
+    """thresholds[row] = the smallest logit that the row's filters keep; equal logits are all kept.
 
     After temperature, in vLLM's order: min-p (Nguyen et al., 2024), top-k (Fan et al., 2018),
-    top-p (Holtzman et al., 2020) of what the others left.
+    top-p (Holtzman et al., 2020) of what the other two keep. One program computes one row.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
@@ -198,8 +121,7 @@ def _find_thresholds(
     # -- min-p --
     best_of_lane = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, vocab_size, BLOCK):
-        token = start + tl.arange(0, BLOCK)  # [BLOCK]
-        x = tl.load(logits_ptr + token, mask=token < vocab_size, other=float("-inf"))  # [BLOCK]
+        x = _load_tile(logits_ptr, start, vocab_size, BLOCK)  # [BLOCK]
         best_of_lane = tl.maximum(best_of_lane, x)
     best = tl.max(best_of_lane, 0)
     threshold = best + temperature * tl.log(min_p)
@@ -213,16 +135,15 @@ def _find_thresholds(
 
     # -- top-p --
     if top_p < 1:
-        left = tl.zeros([BLOCK], tl.float32)
+        kept = tl.zeros([BLOCK], tl.float32)
         for start in range(0, vocab_size, BLOCK):
-            token = start + tl.arange(0, BLOCK)  # [BLOCK]
-            x = tl.load(logits_ptr + token, mask=token < vocab_size, other=float("-inf"))  # [BLOCK]
-            left += tl.where(x >= threshold, _weigh(x, best, temperature, True), 0.0)
-        mass = tl.maximum(top_p * tl.sum(left, 0), 1e-30)  # a tiny top_p leaves the best token
+            x = _load_tile(logits_ptr, start, vocab_size, BLOCK)  # [BLOCK]
+            kept += tl.where(x >= threshold, _weigh(x, best, temperature, True), 0.0)
+        mass = tl.maximum(top_p * tl.sum(kept, 0), 1e-30)  # a tiny top_p keeps the best token
         threshold = _search_threshold(
             logits_ptr, vocab_size, threshold, best, mass, temperature, True, BLOCK
         )
-    # However a logarithm was rounded, the best token is left.
+    # However a logarithm was rounded, the best token is kept.
     tl.store(thresholds_ptr + row, tl.minimum(threshold, best))
 
 
@@ -231,7 +152,7 @@ def _find_thresholds(
 
 @triton.jit
 def _gumbel(token, key):
-    """See `reference.gumbel`: the same bits, and logarithms nearly the same."""
+    """-log(-log(1 - v)): see `reference.gumbel`. The same bits, and nearly the same logarithms."""
     x = token.to(tl.uint32) * 0x9E3779B9 + key.to(tl.uint32)  # [BLOCK]
     x ^= x >> 16
     x *= 0x7FEB352D
@@ -254,13 +175,13 @@ def _sample(
     scores_ptr,  # [num_rows, num_splits] float32
     token_ids_ptr,  # [num_rows, num_splits] int64
     vocab_size,
-    num_tiles,  # of each split
+    num_tiles,  # per split
     BLOCK: tl.constexpr,
 ):
     """argmax of logit + temperature * noise over the tokens at or above the row's threshold.
 
-    With Gumbel noise that draws from softmax(logits / temperature) (Gumbel, 1954; Maddison et
-    al., 2014). One program takes one row's part of the vocabulary.
+    With Gumbel noise this is a draw from softmax(logits / temperature) (Gumbel, 1954; Maddison et
+    al., 2014). One program computes one split of one row: num_tiles * BLOCK tokens.
     """
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -280,66 +201,11 @@ def _sample(
         better = (x >= threshold) & (score > best)
         best = tl.where(better, score, best)
         best_token = tl.where(better, token, best_token)
-    # Of equal scores the first token's, as torch.argmax has it.
+    # Of equal scores the first token's, as torch.argmax does.
     score = tl.max(best, 0)
     token = tl.min(tl.where(best == score, best_token, vocab_size - 1), 0)
     tl.store(scores_ptr + row * tl.num_programs(1) + split, score)
     tl.store(token_ids_ptr + row * tl.num_programs(1) + split, token.to(tl.int64))
-
-
-# -- launchers --
-
-
-def add_bias(
-    logits: Tensor,  # [num_rows, vocab_size] float32, changed in place
-    token_ids: Tensor,  # [total] int32
-    values: Tensor,  # [total] float32
-    starts: Tensor,  # [num_rows + 1] int32
-) -> None:
-    """See `kernels.add_bias`."""
-    num_rows, vocab_size = _check_logits(logits)
-    _check(logits, token_ids.shape, torch.int32, token_ids)
-    _check(logits, token_ids.shape, torch.float32, values)
-    _check(logits, (num_rows + 1,), torch.int32, starts)
-    _add_bias[(num_rows,)](logits, token_ids, values, starts, vocab_size, BLOCK=128)
-
-
-def apply_penalties(
-    logits: Tensor,  # [num_rows, vocab_size] float32, changed in place
-    token_ids: Tensor,  # [total] int32
-    counts: Tensor,  # [total] int32
-    starts: Tensor,  # [num_rows + 1] int32
-    repetition: Tensor,  # [num_rows] float32
-    presence: Tensor,  # [num_rows] float32
-    frequency: Tensor,  # [num_rows] float32
-) -> None:
-    """See `kernels.apply_penalties`."""
-    num_rows, vocab_size = _check_logits(logits)
-    _check(logits, token_ids.shape, torch.int32, token_ids, counts)
-    _check(logits, (num_rows + 1,), torch.int32, starts)
-    _check(logits, (num_rows,), torch.float32, repetition, presence, frequency)
-    _apply_penalties[(num_rows,)](
-        logits,
-        token_ids,
-        counts,
-        starts,
-        repetition,
-        presence,
-        frequency,
-        vocab_size,
-        BLOCK=_BLOCK,
-    )
-
-
-def apply_mask(
-    logits: Tensor,  # [num_rows, vocab_size] float32, changed in place
-    mask: Tensor,  # [num_rows, cdiv(vocab_size, 32)] int32
-) -> None:
-    """See `kernels.apply_mask`."""
-    num_rows, vocab_size = _check_logits(logits)
-    _check(logits, (num_rows, triton.cdiv(vocab_size, 32)), torch.int32, mask)
-    grid = (num_rows, triton.cdiv(vocab_size, _BLOCK))
-    _apply_mask[grid](logits, mask, vocab_size, BLOCK=_BLOCK)
 
 
 def sample(
@@ -347,27 +213,22 @@ def sample(
     sampling: SamplingTensors | None,
 ) -> Tensor:
     """See `kernels.sample`."""
-    num_rows, vocab_size = _check_logits(logits)
+    num_rows, vocab_size = logits.shape
+    check(logits, logits.shape, torch.float32, logits)
     if sampling is None:
         return logits.argmax(dim=-1)
     temperature, top_k, top_p, min_p, keys, any_filtered = sampling
-    _check(logits, (num_rows,), torch.float32, temperature, top_p, min_p)
-    _check(logits, (num_rows,), torch.int32, top_k)
-    _check(logits, (num_rows,), torch.int64, keys)
+    check(logits, (num_rows,), torch.float32, temperature, top_p, min_p)
+    check(logits, (num_rows,), torch.int32, top_k)
+    check(logits, (num_rows,), torch.int64, keys)
 
     thresholds = None
     if any_filtered:
         thresholds = torch.empty_like(temperature)
+        filters = (temperature, top_k, top_p, min_p)
+        # Large tiles: one program computes a whole row, and there are few rows per multiprocessor.
         _find_thresholds[(num_rows,)](
-            logits,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            thresholds,
-            vocab_size,
-            BLOCK=4 * _BLOCK,  # one program has a row to itself, and few rows a multiprocessor
-            num_warps=16,
+            logits, *filters, thresholds, vocab_size, BLOCK=4 * _BLOCK, num_warps=16
         )
 
     tiles = triton.cdiv(vocab_size, _BLOCK)
@@ -375,33 +236,8 @@ def sample(
     num_splits = triton.cdiv(tiles, num_tiles)
     scores = logits.new_empty(num_rows, num_splits)
     token_ids = keys.new_empty(num_rows, num_splits)
-    _sample[(num_rows, num_splits)](
-        logits,
-        temperature,
-        keys,
-        thresholds,
-        scores,
-        token_ids,
-        vocab_size,
-        num_tiles,
-        BLOCK=_BLOCK,
-    )
+    inputs = (logits, temperature, keys, thresholds)
+    _sample[(num_rows, num_splits)](*inputs, scores, token_ids, vocab_size, num_tiles, BLOCK=_BLOCK)
     if num_splits > 1:
         token_ids = token_ids.gather(-1, scores.argmax(dim=-1, keepdim=True))
     return token_ids.flatten()
-
-
-def _check_logits(logits: Tensor) -> tuple[int, int]:
-    """[num_rows, vocab_size]"""
-    num_rows, vocab_size = logits.shape
-    assert logits.dtype == torch.float32
-    assert logits.is_contiguous()
-    return num_rows, vocab_size
-
-
-def _check(logits: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *tensors: Tensor) -> None:
-    for tensor in tensors:
-        assert tensor.shape == shape
-        assert tensor.dtype == dtype
-        assert tensor.is_contiguous()
-        assert tensor.device == logits.device

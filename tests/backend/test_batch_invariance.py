@@ -1,4 +1,4 @@
-"""In bfloat16 too, an answer does not depend on its company, nor on how it was scheduled."""
+"""In bfloat16, too, an answer does not depend on its batch or on the schedule."""
 
 import pytest
 
@@ -9,7 +9,10 @@ from tritium.backend.engine.engine import Engine
 from tritium.backend.runner.model_runner import ModelRunner
 from tritium.kernels import cpu
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="needs AVX2 and a compiler")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not cpu.is_available(), reason="needs AVX2 and a compiler"),
+]
 
 CONFIG = FLOAT32.model_copy(
     update={"dtype": "bfloat16", "max_num_seqs": 16, "batch_invariant": True}
@@ -23,7 +26,7 @@ def runner() -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def prompts(prompt_token_ids) -> list[list[int]]:
-    """A third of them; the last one of 600 tokens."""
+    """A third of the prompts; the last one is cut to 600 tokens."""
     return [*prompt_token_ids[:-1:3], prompt_token_ids[-1][:600]]
 
 
@@ -71,6 +74,6 @@ def test_with_a_prefix_that_was_computed_before(runner, prompts, sampling, alone
 
 
 @pytest.mark.parametrize("changes", [{"kv_cache_dtype": "int8"}, {"block_size": 8}], ids=str)
-def test_what_is_not_computed_in_c_is_refused(runner, changes):
+def test_a_configuration_that_c_does_not_support_is_refused(runner, changes):
     with pytest.raises(ConfigError, match="'batch_invariant': on CPU it needs"):
         ModelRunner(CONFIG.model_copy(update=changes), model=runner.model)

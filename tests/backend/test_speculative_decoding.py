@@ -1,4 +1,4 @@
-"""The real model with drafts and without: the same tokens, in every company and to every end."""
+"""The real model with and without drafts: the same tokens, in any batch, with any finish reason."""
 
 import pytest
 
@@ -11,17 +11,20 @@ from tritium.backend.engine.request import EngineRequest, SampledToken
 from tritium.backend.runner.model_runner import ModelRunner
 from tritium.kernels import cpu
 
+pytestmark = pytest.mark.slow
+
 TEXT = (
     "The harbour of Lindau lies on an island in the east of the lake. Its entrance is marked by a "
     "lighthouse of 1856 and a statue of a lion, six metres tall."
 )
 PROMPTS = [
-    f"{TEXT}\n\n{TEXT}\n\nThe harbour",  # goes on as before, for some 40 tokens
+    f"{TEXT}\n\n{TEXT}\n\nThe harbour",  # continues as before for some 40 tokens
     "Once upon a time, in a small village by the sea,",
     "x = 1\nx = 2\nx = 3\nx =",
 ]
-# Where C computes, to the bit; elsewhere in float32, whose rounding the number of rows decides.
-CONFIG = FLOAT32.model_copy(update={"dtype": "bfloat16" if cpu.library() else "float32"})
+# Bit-identical with the C operations. Elsewhere in float32, whose rounding depends on the number of
+# rows.
+CONFIG = FLOAT32.model_copy(update={"dtype": "bfloat16" if cpu.is_available() else "float32"})
 SPECULATIVE = SpeculativeConfig(num_speculative_tokens=6)
 GREEDY = {}
 SEEDED = {"temperature": 0.8, "top_p": 0.9, "seed": 11}
@@ -38,7 +41,7 @@ def prompts(tokenizer) -> list[list[int]]:
 
 
 def run(runner, requests, **changes) -> tuple[dict[int, tuple[list[SampledToken], str]], Engine]:
-    """What each request gets and why it ends."""
+    """Each request's tokens and finish reason."""
     config = CONFIG.model_copy(update={"speculative_config": SPECULATIVE, **changes})
     collector = Collector()
     engine = Engine(config, runner, collector)
@@ -58,7 +61,7 @@ def run(runner, requests, **changes) -> tuple[dict[int, tuple[list[SampledToken]
 
 
 def same_with_drafts(runner, prompts, fields=None, max_tokens=40, **changes) -> Engine:
-    """Run all prompts at once, without drafts and with them; returns the engine that had them."""
+    """Run all prompts at once, without and with drafts; returns the engine with drafts."""
 
     def requests(speculative: bool) -> list[EngineRequest]:
         return [
@@ -90,7 +93,7 @@ def test_in_one_batch(runner, prompts, sampling):
     assert stats.num_accepted_tokens > 20
 
 
-def test_a_text_that_repeats_itself_takes_a_fraction_of_the_steps(runner, prompts):
+def test_a_repetitive_text_takes_a_fraction_of_the_steps(runner, prompts):
     stats = same_with_drafts(runner, prompts[:1]).stats()
     assert stats.num_steps < 16
     assert stats.num_accepted_tokens == 40 - stats.num_steps
@@ -112,7 +115,7 @@ def test_stop_tokens_amid_a_draft(runner, prompts, tokenizer):
     same_with_drafts(runner, prompts[:1], {**stop, "min_tokens": 30})
 
 
-def test_requests_that_need_their_history_beside_others(runner, prompts):
+def test_requests_that_need_their_history_next_to_others(runner, prompts):
     mixed = [
         EngineRequest(0, prompts[0], 24, speculative=True),
         EngineRequest(1, prompts[0], 24, speculative=True, presence_penalty=1.0),
@@ -153,8 +156,8 @@ def test_prompts_cut_into_chunks(runner, prompts):
     same_with_drafts(runner, prompts, max_tokens=20, max_num_batched_tokens=24)
 
 
-def test_a_published_answer_is_what_it_says(runner, prompts):
-    """The next turn of a conversation starts with blocks that drafts were rejected in."""
+def test_cached_blocks_hold_the_accepted_tokens(runner, prompts):
+    """The next turn of a conversation reuses blocks in which drafts were rejected."""
     first = EngineRequest(0, prompts[2], 40, speculative=True)
     answers, engine = run(runner, [first], prefix_cache="on")
     turn = [*prompts[2], *(t.token_id for t in answers[0][0]), *prompts[1]]

@@ -1,6 +1,6 @@
-"""The kernels as compiled for Ampere and Hopper, which takes no GPU.
+"""The kernels, compiled for Ampere, Ada and Hopper without a GPU.
 
-In a process of its own: where the interpreter is on, Triton-lang doesn't compile.
+In a process of its own: with the interpreter on, Triton-lang does not compile.
 """
 
 import json
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 
 Row = dict[str, Any]
 
-# Ampere, Ada for what Ampere lacks, Hopper: what a block may take of shared memory, on the smallest
-# of each.
+# Capability -> shared memory per block, on the smallest GPU of Ampere, Ada (for fp8, which Ampere
+# lacks) and Hopper.
 SHARED = {80: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 
 PROGRAM = """
@@ -31,7 +31,7 @@ print(json.dumps({"rows": rows, "table": aot.table(rows)}))
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    """What each kernel of each variant takes, and the table of it."""
+    """The rows of all kernels and variants, and the table."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
@@ -58,7 +58,7 @@ def is_quantised(row: Row) -> bool:
 
 
 def is_float32(row: Row) -> bool:
-    """Exact, on no tensor core: for checks, where speed is no matter."""
+    """Exact, without tensor cores: for checks, not for speed."""
     return row["variant"].endswith("float32")
 
 
@@ -101,9 +101,9 @@ def test_shared_memory_fits(rows: list[Row]) -> None:
 
 
 def test_attention_loads_keys_and_values_by_16_bytes(rows: list[Row]) -> None:
-    """Beside them are numbers of 4 bytes, fewer: block ids, and a quantised cache's scales.
+    """The other loads, of 4 bytes, are fewer: block ids, and a quantised cache's scales.
 
-    Of a quantised cache the values come by 8, where Triton-lang gives them the queries' layout.
+    A quantised cache's values are loaded by 8 bytes: Triton-lang gives them the queries' layout.
     """
     narrow = []
     for row in filter(is_attention, rows):
@@ -117,12 +117,13 @@ def test_attention_loads_keys_and_values_by_16_bytes(rows: list[Row]) -> None:
     assert not narrow
 
 
-def test_attention_rounds_alike_with_a_mask_and_without(rows: list[Row]) -> None:
-    """Company decides which loop takes a tile of a token's keys, and may not change its sums."""
+def test_attention_rounds_the_same_with_and_without_a_mask(rows: list[Row]) -> None:
+    """The batch decides which loop computes a tile of keys, and must not change its sums."""
     for row in rows:
         if row["kernel"] == "paged_attention":
             sums = [loop for loop in row["loop_sums"] if loop]
-            assert len(sums) >= 2 and all(loop == sums[0] for loop in sums), row
+            assert len(sums) >= 2, row
+            assert all(loop == sums[0] for loop in sums), row
 
 
 def test_the_matrix_product_loads_rows_and_weights_by_16_bytes(rows: list[Row]) -> None:
@@ -146,7 +147,7 @@ def test_prefill_and_matrix_product_use_wgmma_on_hopper(rows: list[Row]) -> None
             assert row["matrix_product"] == expected, row
 
 
-def test_the_page_holds_the_table(report: dict[str, Any]) -> None:
-    """Where it doesn't: `make pages`."""
+def test_the_page_has_the_table(report: dict[str, Any]) -> None:
+    """If this fails, run `make pages`."""
     page = (pages.ROOT / "docs/kernels.md").read_text(encoding="utf-8")
     assert pages.replaced(page, "kernels", report["table"]) == page

@@ -1,4 +1,4 @@
-"""The operations for CPUs, in C: near to float64, and each row the same in any company."""
+"""The C operations for CPUs: close to float64, and a row's result does not depend on the others."""
 
 import logging
 import os
@@ -26,7 +26,10 @@ from tritium import kernels
 from tritium.backend.runner.models import load_model
 from tritium.kernels import KVCache, cpu, reference
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="needs AVX2 and a compiler")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not cpu.is_available(), reason="needs AVX2 and a compiler"),
+]
 
 DTYPE, BOUND = BF16
 EPS = 1e-5
@@ -63,7 +66,7 @@ def test_linear(num_rows, shape, dtype):
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 33, 100])
 @pytest.mark.parametrize("shape", [(16, 32), (48, 64), (960, 576), (576, 1536)], ids=str)
 def test_linear_with_rounded_weights(bits, num_rows, shape):
-    """Beside the weights being rounded, 4 bits become bfloat16."""
+    """The weights are rounded; of 4 bits, the dequantised weights are rounded to bfloat16, too."""
     out_features, in_features = shape
     x, bias = torch.randn(num_rows, in_features).to(DTYPE), torch.randn(out_features).to(DTYPE)
     weight = (torch.randn(shape) + 0.5).to(DTYPE)
@@ -89,14 +92,14 @@ def test_rounding_to_few_bits(bits):
     groups = weight.unflatten(1, (-1, reference.GROUP_SIZE if bits == 4 else 96))
     largest, smallest = groups.amax(2, keepdim=True), groups.amin(2, keepdim=True)
     step = groups.abs().amax(2, keepdim=True) / 127 if bits == 8 else (largest - smallest) / 15
-    # Half a step, and what scales in half precision are off.
+    # Half a step, and the rounding error of the scales in float16.
     allowed = step * 0.51 + (0 if bits == 8 else groups.abs().amax(2, keepdim=True) * 2e-3 + 1e-6)
     assert (off.unflatten(1, groups.shape[1:]) <= allowed).all()
     assert (quantized.dequantize()[3] == 0).all()
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_few_bits_only_where_they_can_be_had(bits):
+def test_rounding_is_refused_where_it_is_not_supported(bits):
     for weight in (torch.randn(32, 32), torch.randn(40, 32).to(DTYPE)):
         with pytest.raises(ValueError, match=f"{bits} bits need bfloat16"):
             kernels.pack_linear(weight, bits)
@@ -113,7 +116,7 @@ def test_an_arena_keeps_tensors_apart(monkeypatch):
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
 def test_linear_on_any_number_of_threads(num_threads):
-    """Also on more than there are columns of tiles."""
+    """Also on more threads than columns of tiles."""
     before = torch.get_num_threads()
     x, weight = torch.randn(20, 64).to(DTYPE), torch.randn(48, 64).to(DTYPE)
     try:
@@ -196,7 +199,7 @@ def test_rope_and_cache(heads, head_dim, has_norm):
 
 
 def attention(q, kv_cache, metadata, scale, sliding_window=None, soft_cap=None):
-    assert cpu.attends(q, kv_cache, soft_cap)
+    assert cpu.supports_attention(q, kv_cache, soft_cap)
     return kernels.attention(q, kv_cache, metadata, scale, sliding_window, soft_cap)
 
 
@@ -205,7 +208,7 @@ def attention(q, kv_cache, metadata, scale, sliding_window=None, soft_cap=None):
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize("sliding_window", [None, 1, 20, 100])
 def test_attention(batch, heads, head_dim, sliding_window):
-    """What no token sees is NaN."""
+    """Slots that no token sees hold NaN."""
     check_attention(attention, batch, heads, head_dim, *BF16, sliding_window=sliding_window)
 
 
@@ -230,8 +233,8 @@ def test_attention_of_scores_that_differ_much():
 
 
 @pytest.mark.parametrize("sliding_window", [None, 20])
-def test_attention_is_the_same_in_any_company(sliding_window):
-    """Of a sequence by itself, and of a prompt that is computed in pieces."""
+def test_attention_does_not_depend_on_the_batch(sliding_window):
+    """A sequence alone, and a prompt in pieces, give the same bits as the batch."""
     q, kv_cache, metadata = random_batch(MIXED, (9, 3), 64, DTYPE)
     together = attention(q, kv_cache, metadata, 0.125, sliding_window)
     starts = metadata.query_start_loc.tolist()
@@ -247,7 +250,7 @@ def test_attention_is_the_same_in_any_company(sliding_window):
                 assert torch.equal(out, together[rows])
 
 
-def test_a_soft_cap_is_left_to_the_twin():
+def test_the_twin_computes_a_soft_cap():
     q, kv_cache, metadata = random_batch(MIXED, (4, 2), 64, DTYPE, unused=0.0)
     out = kernels.attention(q, kv_cache, metadata, 0.125, soft_cap=0.8)
     assert torch.equal(out, reference.attention(q, kv_cache, metadata, 0.125, soft_cap=0.8))
@@ -263,10 +266,10 @@ def test_a_soft_cap_is_left_to_the_twin():
         ((34, 2), 64, {}),
     ],
 )
-def test_what_else_is_left_to_the_twin(heads, head_dim, options):
+def test_the_twin_computes_what_c_does_not_support(heads, head_dim, options):
     options = {"dtype": DTYPE, **options}
     q, kv_cache, metadata = random_batch(MIXED, heads, head_dim, **options, unused=0.0)
-    assert not cpu.attends(q, kv_cache, None)
+    assert not cpu.supports_attention(q, kv_cache, None)
     out = kernels.attention(q, kv_cache, metadata, 0.125)
     assert error(out, dense_attention(q, kv_cache, metadata, 0.125)) < BOUND
 
@@ -297,7 +300,7 @@ TINY = dict(
     ids=lambda config: config.model_type,
 )
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_all_layers_in_one_call_are_the_same_to_the_bit(config, bits, tmp_path):
+def test_all_layers_in_one_call_are_bit_identical(config, bits, tmp_path):
     make_hf_model(config).save_pretrained(tmp_path)
     model = load_model(str(tmp_path), DTYPE, torch.device("cpu"), weight_bits=bits)
     decoder = model._decoder
@@ -316,12 +319,12 @@ def test_all_layers_in_one_call_are_the_same_to_the_bit(config, bits, tmp_path):
             assert torch.equal(at_once, one_by_one)
 
 
-def test_caches_that_it_can_not_have(tmp_path):
+def test_caches_that_the_decoder_does_not_support(tmp_path):
     make_hf_model(LlamaConfig(**TINY)).save_pretrained(tmp_path)
     decoder = load_model(str(tmp_path), DTYPE, torch.device("cpu"))._decoder
-    assert decoder.takes(KVCache.empty(1, 16, 2, 32, DTYPE))
-    assert not decoder.takes(KVCache.empty(1, 16, 2, 32, torch.int8))
-    assert not decoder.takes(KVCache.empty(1, 8, 2, 32, DTYPE))
+    assert decoder.supports_cache(KVCache.empty(1, 16, 2, 32, DTYPE))
+    assert not decoder.supports_cache(KVCache.empty(1, 16, 2, 32, torch.int8))
+    assert not decoder.supports_cache(KVCache.empty(1, 8, 2, 32, DTYPE))
     assert load_model(str(tmp_path), torch.float32, torch.device("cpu"))._decoder is None
 
 
@@ -351,19 +354,19 @@ def test_each_thread_has_a_core_of_its_own():
 
 
 def test_without_amx():
-    """What processors with AVX2 alone have, on any."""
+    """The code for processors without AMX, tested on any processor."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
         cpu.library.cache_clear()
         try:
-            test_kernels_sampling.test_the_function_in_c_draws_what_its_twin_draws("peaked")
+            test_kernels_sampling.test_the_c_function_and_its_twin_draw_the_same("peaked")
             for num_rows in (1, 5, 49):
                 test_linear(num_rows, (48, 64), DTYPE)
                 for bits in (8, 4):
                     test_linear_with_rounded_weights(bits, num_rows, (48, 64))
             test_silu_and_mul()
             test_attention_around_the_edges_of_tiles(5)
-            test_attention_is_the_same_in_any_company(20)
+            test_attention_does_not_depend_on_the_batch(20)
         finally:
             cpu.library.cache_clear()
 
@@ -380,7 +383,7 @@ def test_without_a_compiler(unbuilt, monkeypatch, tmp_path, caplog):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with caplog.at_level(logging.WARNING):
-        assert cpu.library() is None
+        assert not cpu.is_available()
     assert "no C compiler was found" in caplog.text
     x = torch.randn(3, 64).to(DTYPE)
     assert torch.equal(kernels.silu_and_mul(x), reference.silu_and_mul(x))
@@ -390,14 +393,16 @@ def test_with_a_compiler_that_fails(unbuilt, monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("CC", "false")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with caplog.at_level(logging.WARNING):
-        assert cpu.library() is None
+        assert not cpu.is_available()
     assert "more slowly" in caplog.text
 
 
 def test_built_once(unbuilt, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cpu.library() is not None
+    assert cpu.is_available()
     [built] = (tmp_path / "tritium").iterdir()
-    monkeypatch.setenv("CC", built.with_suffix(".none").as_posix())  # never started: another key
+    monkeypatch.setenv(
+        "CC", built.with_suffix(".none").as_posix()
+    )  # never started; changes the key
     cpu.library.cache_clear()
-    assert cpu.library() is None
+    assert not cpu.is_available()

@@ -1,4 +1,4 @@
-"""rms_norm, add_rms_norm and silu_and_mul: the kernels, interpreted, and the twins, in float64."""
+"""rms_norm, add_rms_norm and silu_and_mul: interpreted kernels and twins against float64."""
 
 import pytest
 import torch
@@ -51,13 +51,13 @@ def test_add_rms_norm(function, size, dtype, bound):
     assert out.dtype == overwritten.dtype == dtype
     assert overwritten is residual
     assert error(residual, expected) < bound
-    # What was rounded is what is normalised.
+    # The rounded sum is normalised.
     assert error(out, normalised(residual.double(), weight)) < bound
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-4, 1e4])
 def test_rms_norm_of_rows_of_any_magnitude(scale):
-    """The sum of their squares is out of float16's range."""
+    """The sum of the squares is out of float16's range."""
     x, weight = (torch.randn(3, 576) * scale).half(), torch.ones(576).half()
     out = norm.rms_norm(x, weight, EPS)
     expected = normalised(x.double(), weight)

@@ -1,4 +1,4 @@
-"""The batch-invariant matrix product, interpreted: against float64, and each row in any company."""
+"""The batch-invariant matrix product, interpreted: against float64, and rows alone or together."""
 
 import pytest
 import torch
@@ -20,8 +20,10 @@ from tritium.kernels import AttentionMetadata, KVCache
 with interpreted():
     from tritium.kernels.cuda import matmul
 
+pytestmark = pytest.mark.slow
+
 DTYPES = pytest.mark.parametrize(("dtype", "bound"), [FP32, FP16], ids=["fp32", "fp16"])
-# (out_features, in_features): of parts of a tile, of one, of several, of several and a part.
+# (out_features, in_features): a part of a tile, one tile, several, several and a part.
 SHAPES = pytest.mark.parametrize("shape", [(1, 1), (64, 64), (192, 576), (130, 200)], ids=str)
 NUM_ROWS = [1, 2, 31, 64, 65, 130]
 
@@ -41,7 +43,7 @@ def test_matmul(num_rows, shape, dtype, bound):
     x, weight = rows_of(num_rows, in_features, dtype), rows_of(out_features, in_features, dtype)
     bias = torch.randn(out_features).to(dtype)
     expected = x.double() @ weight.double().T
-    # Of the whole, not of each row, which may be one small difference of large numbers.
+    # The error of the whole result: a single row may be a small difference of large numbers.
     out = matmul.matmul(x, weight)
     assert out.dtype == dtype
     assert error(out.flatten(), expected.flatten()) < bound
@@ -51,14 +53,14 @@ def test_matmul(num_rows, shape, dtype, bound):
 
 
 def test_tiles_in_groups():
-    """More tiles of rows than a group has, and a last group that is smaller."""
+    """More tiles of rows than in one group, and a smaller last group."""
     x, weight = rows_of(32 * 19 + 5, 40, torch.float32), rows_of(100, 40, torch.float32)
     assert error(matmul.matmul(x, weight), x.double() @ weight.double().T) < FP32[1]
 
 
 @DTYPES
 @pytest.mark.usefixtures("dot_of_rows_alone")
-def test_a_row_is_the_same_in_any_company(dtype, bound):
+def test_a_row_does_not_depend_on_the_other_rows(dtype, bound):
     x, weight = rows_of(max(NUM_ROWS), 200, dtype), rows_of(70, 200, dtype)
     bias = torch.randn(70).to(dtype)
     alone = torch.cat([matmul.matmul(row, weight, bias, torch.float32) for row in x.split(1)])
@@ -79,12 +81,12 @@ def test_bfloat16_is_refused_in_the_interpreter():
 @pytest.mark.parametrize(
     ("batch_invariant", "expected"),
     [
-        (False, ["reference.linear", "decode_attention.decode_attention"]),
-        (True, ["matmul.matmul", "paged_attention.paged_attention"]),
+        (False, ["reference.linear", "cuda.decode_attention.decode_attention"]),
+        (True, ["cuda.matmul.matmul", "cuda.paged_attention.paged_attention"]),
     ],
 )
-def test_what_a_step_that_decodes_launches(monkeypatch, batch_invariant, expected):
-    """With tensors that only say they are on CUDA."""
+def test_kernels_of_a_decode_step(monkeypatch, batch_invariant, expected):
+    """With fake tensors on CUDA."""
     launched = []
 
     def record(name: str) -> None:
@@ -96,9 +98,9 @@ def test_what_a_step_that_decodes_launches(monkeypatch, batch_invariant, expecte
 
     for name in (
         "reference.linear",
-        "matmul.matmul",
-        "decode_attention.decode_attention",
-        "paged_attention.paged_attention",
+        "cuda.matmul.matmul",
+        "cuda.decode_attention.decode_attention",
+        "cuda.paged_attention.paged_attention",
     ):
         record(name)
     with FakeTensorMode():
@@ -113,7 +115,6 @@ def test_what_a_step_that_decodes_launches(monkeypatch, batch_invariant, expecte
             block_size=16,
             num_decodes=3,
             max_query_len=1,
-            max_seq_len=32,
         )
         kernels.linear(x, weight, batch_invariant=batch_invariant)
         kernels.attention(q, kv_cache, metadata, 0.125, batch_invariant=batch_invariant)

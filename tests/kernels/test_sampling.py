@@ -1,6 +1,7 @@
 """Sampling: the kernels, interpreted, and their twins, against plain formulas in float64."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.interpreter import interpreted, interpreter, poisoned_memory  # noqa:
 from tritium.kernels import SamplingTensors, cpu, reference
 
 with interpreted():
+    from tritium.kernels.cuda import add_bias, apply_mask, apply_penalties
     from tritium.kernels.cuda import sampling as kernel
 
     @triton.jit
@@ -22,28 +24,37 @@ with interpreted():
         tl.store(out_ptr + row * BLOCK + i, noise)
 
 
-BOTH = pytest.mark.parametrize("module", [kernel, reference], ids=["kernel", "twin"])
-needs_c = pytest.mark.skipif(not cpu.samples(torch.zeros(1, 1)), reason="needs AVX2 and a compiler")
+cuda = SimpleNamespace(
+    add_bias=add_bias.add_bias,
+    apply_mask=apply_mask.apply_mask,
+    apply_penalties=apply_penalties.apply_penalties,
+    sample=kernel.sample,
+)
+BOTH = pytest.mark.parametrize("module", [cuda, reference], ids=["kernel", "twin"])
+needs_c = pytest.mark.skipif(not cpu.is_available(), reason="needs AVX2 and a compiler")
 ALL = pytest.mark.parametrize(
     "module",
     [
-        pytest.param(kernel, id="kernel"),
+        pytest.param(cuda, id="kernel"),
         pytest.param(reference, id="twin"),
         pytest.param(cpu, id="C", marks=needs_c),
     ],
 )
 INF = math.inf
 VOCAB_SIZE = 2500  # more than two tiles, and no multiple of 16
-# Of min_p 0, in the interpreter, which takes it for a mistake.
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
-LENGTHS = [7, 0, 1400, 129, 1]  # how many tokens each row has
+# The interpreter warns of log(0), the logarithm of min_p 0.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:divide by zero encountered in log"),
+]
+LENGTHS = [7, 0, 1400, 129, 1]  # number of tokens per row
 
 
 # -- adjusting logits --
 
 
 def ragged(vocab_size: int = VOCAB_SIZE) -> tuple[Tensor, list[Tensor], Tensor]:
-    """(logits, each row's token ids with the first and the last of the vocabulary, starts)."""
+    """(logits, token ids per row, including the vocabulary's first and last one, starts)."""
     token_ids = []
     for n in LENGTHS:
         inner = (torch.randperm(vocab_size - 2) + 1)[:n]
@@ -116,7 +127,7 @@ MASK = 2**32 - 1
 
 
 def hashed(token_ids: Tensor, key: int) -> Tensor:
-    """[m] int64: 31 bits for each token, in integers of 64 bits."""
+    """[m] int64: 31 bits per token, computed in 64-bit integers."""
     x = token_ids.long() * 0x9E3779B9 + (key & MASK) & MASK
     x = (x ^ x >> 16) * 0x7FEB352D & MASK
     x ^= key >> 32 & MASK
@@ -125,7 +136,7 @@ def hashed(token_ids: Tensor, key: int) -> Tensor:
 
 
 def key_with(token_id: int, bits: int) -> int:
-    """A key under which a token is hashed to these bits, by the way back through hashed()."""
+    """A key under which a token's hash has these bits: the inverse of hashed()."""
     x = (bits ^ bits >> 16) * pow(0x846CA68B, -1, 2**32) & MASK
     x ^= x >> 15 ^ x >> 30
     key = x << 32 | -token_id * 0x9E3779B9 & MASK
@@ -153,11 +164,11 @@ def test_gumbel(gumbel):
     keys = torch.tensor([-(2**63), -1, 0, 2**63 - 1, *random_keys(6)])
     bits = torch.stack([hashed(token_ids, key) for key in keys.tolist()])
     noise, expected = gumbel(token_ids, keys), noise_of(bits)
-    # The smallest noise, which never decides who is the largest, is as coarse as float32 near 1.
+    # The smallest noise, which never decides the maximum, is as coarse as float32 near 1.
     smallest = bits > 0.999 * 2**31
     assert (noise[smallest] < -1.9).all()
     assert torch.allclose(noise[~smallest].double(), expected[~smallest], atol=1e-3)
-    # numpy's float32 logarithm, the interpreter's, is good to 4 units in the last place.
+    # numpy's float32 logarithm, used by the interpreter, is exact to 4 units in the last place.
     likely = bits < 2**30
     assert torch.allclose(noise[likely].double(), expected[likely], rtol=1e-6, atol=2e-6)
 
@@ -183,14 +194,14 @@ def random_keys(n: int) -> list[int]:
 # -- drawing --
 
 FILTERS = [
-    dict(),
+    {},
     dict(temperature=0.0),
     dict(temperature=0.0, top_k=3),
     dict(temperature=1e-5),
     dict(temperature=100.0),
     dict(top_k=1),
     dict(top_k=50),
-    dict(top_k=300),  # more than the twin's candidates, as some that follow
+    dict(top_k=300),  # more than the twin's candidates
     dict(top_k=VOCAB_SIZE - 1),
     dict(top_p=1e-30),
     dict(top_p=0.5, temperature=0.7),
@@ -280,17 +291,17 @@ def test_sample_greedily(module, kind):
 
 
 @pytest.mark.parametrize("num_programs", [1, 50, 1000])
-def test_the_kernel_draws_what_its_twin_draws(monkeypatch, num_programs):
+def test_the_kernel_and_its_twin_draw_the_same(monkeypatch, num_programs):
     """Whether one program takes all of a row, a part of several tiles, or one tile."""
     monkeypatch.setattr(kernel, "_NUM_PROGRAMS", num_programs)
     torch.manual_seed(num_programs)  # so that no two scores are nearly equal
     logits, sampling = LOGITS["peaked"](len(FILTERS), VOCAB_SIZE), sampling_tensors(FILTERS)
-    assert torch.equal(kernel.sample(logits, sampling), reference.sample(logits, sampling))
+    assert torch.equal(cuda.sample(logits, sampling), reference.sample(logits, sampling))
 
 
 @needs_c
 @pytest.mark.parametrize("kind", ["peaked", "flat", "ties"])
-def test_the_function_in_c_draws_what_its_twin_draws(kind):
+def test_the_c_function_and_its_twin_draw_the_same(kind):
     torch.manual_seed(0)  # so that no two scores are nearly equal
     logits, sampling = LOGITS[kind](len(FILTERS), 50_001), sampling_tensors(FILTERS)
     assert torch.equal(cpu.sample(logits, sampling), reference.sample(logits, sampling))
@@ -317,7 +328,7 @@ def test_sample_from_small_vocabularies(module, vocab_size):
 @pytest.mark.parametrize("fields", [{}, dict(top_k=5), dict(top_p=0.9), dict(min_p=0.1)])
 @pytest.mark.parametrize("nothing", [-INF, math.nan])
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_sample_where_no_token_is_left(module, fields, nothing):
+def test_sample_if_no_token_is_allowed(module, fields, nothing):
     """Any token will do, but it must be one."""
     logits = torch.full((2, VOCAB_SIZE), nothing)
     tokens = module.sample(logits, sampling_tensors([fields, dict(temperature=0.0)]))

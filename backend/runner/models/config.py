@@ -110,12 +110,9 @@ def _sliding_window(hf_config: Any) -> int | None:
     if not layer_types:  # Llama never has a window, whatever its config says; Mistral's is for all
         return hf_config.sliding_window if hf_config.model_type == "mistral" else None
     kinds = sorted(set(layer_types))
-    if kinds == ["full_attention"]:
-        return None
-    if kinds == ["sliding_attention"]:
-        window: int = hf_config.sliding_window
-        return window
-    _refuse("layer_types", kinds, ["all full_attention", "all sliding_attention"])
+    if kinds not in (["full_attention"], ["sliding_attention"]):
+        _refuse("layer_types", kinds, ["all full_attention", "all sliding_attention"])
+    return hf_config.sliding_window if kinds == ["sliding_attention"] else None
 
 
 def _rope(hf_config: Any) -> tuple[Tensor, float]:

@@ -1,9 +1,10 @@
 """The Llama family on the operations of `kernels`: Llama, SmolLM, Mistral, Qwen2, Qwen3.
 
-Knows tokens, positions and the cache's tensors; nothing of sequences, requests or sampling.
+Knows tokens, positions and the cache's tensors. Does not know sequences, requests or sampling.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,13 +34,13 @@ class LlamaModel:
 
     Args:
         weights: (name in transformers, tensor) of each weight; see `loader.load_weights`.
-        batch_invariant: On CUDA, whether a token's numbers are to be the same to the bit in any
-            batch, at a cost; see `is_batch_invariant`.
-        weight_bits: 8 or 4: the linears' weights are rounded to so many; see `kernels.pack_linear`.
+        batch_invariant: On CUDA, whether a token's numbers must be bit-identical in any batch, at
+            a cost; see `is_batch_invariant`.
+        weight_bits: 8 or 4 round the linears' weights to that many bits; see `kernels.pack_linear`.
 
     Raises:
-        ValueError: a weight is missing, unexpected or of the wrong shape; the message names it.
-            Or they can't be had in so few bits.
+        ValueError: a weight is missing, unexpected or of the wrong shape, and the message names it;
+            or the weights can't be rounded to 8 or 4 bits on this machine.
     """
 
     def __init__(
@@ -55,13 +56,13 @@ class LlamaModel:
         self.dtype = dtype
         self.device = device
         self.batch_invariant = batch_invariant
-        hidden_size, vocab_size = config.hidden_size, config.vocab_size
-        self.embed_tokens = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
+        empty = partial(torch.empty, dtype=dtype, device=device)
+        self.embed_tokens = empty(config.vocab_size, config.hidden_size)
         self.layers = [
-            _DecoderLayer(config, f"model.layers.{i}", dtype, device, batch_invariant)
+            _DecoderLayer(config, f"model.layers.{i}", empty, batch_invariant)
             for i in range(config.num_layers)
         ]
-        self.norm = torch.empty(hidden_size, dtype=dtype, device=device)  # [hidden]
+        self.norm = empty(config.hidden_size)
         self.lm_head: Tensor | PackedWeight = (
             self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
         )
@@ -78,34 +79,34 @@ class LlamaModel:
         inv_freq = torch.tensor(config.rope_inv_freq, dtype=torch.float32, device=device)
         angles = positions[:, None] * inv_freq
         self.cos = angles.cos() * config.rope_scale  # [max_position_embeddings, head_dim // 2]
-        self.sin = angles.sin() * config.rope_scale  # the same
+        self.sin = angles.sin() * config.rope_scale  # [max_position_embeddings, head_dim // 2]
 
     def forward(
         self,
         input_ids: Tensor,  # [num_tokens] int64
         positions: Tensor,  # [num_tokens] int64
-        kv_caches: Sequence[KVCache],  # one a layer
+        kv_caches: Sequence[KVCache],  # one per layer
         metadata: AttentionMetadata,
         lora: LoraRows | None = None,
     ) -> Tensor:
         """One step over the tokens of all sequences; writes their keys and values to the caches.
 
-        To be called under `torch.inference_mode`.
+        Call it under `torch.inference_mode`.
 
         Args:
-            lora: The tokens that each loaded adapter changes, where there are any.
+            lora: The tokens that each loaded adapter changes; None or empty: no adapter is used.
 
         Returns:
-            [num_tokens, hidden], the final norm applied.
+            [num_tokens, hidden], after the final norm.
         """
         eps = self.config.rms_norm_eps
         cos, sin = self.cos[positions], self.sin[positions]  # [num_tokens, head_dim // 2]
         residual = F.embedding(input_ids, self.embed_tokens)  # [num_tokens, hidden]
-        if self._decoder and not lora and self._decoder.takes(kv_caches[0]):
+        if self._decoder and not lora and self._decoder.supports_cache(kv_caches[0]):
             scale, window = self.config.head_dim**-0.5, self.config.sliding_window
             return self._decoder(residual, cos, sin, kv_caches, metadata, scale, window)
         x = rms_norm(residual, self.layers[0].input_norm, eps)  # [num_tokens, hidden]
-        # Each addition to the residual stream is fused with the norm of whoever reads it next.
+        # Each addition to the residual stream is fused with the norm that reads it next.
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
         for layer, kv_cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
             x = layer.attend(x, cos, sin, kv_cache, metadata, lora)
@@ -115,24 +116,24 @@ class LlamaModel:
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden] out of `forward` -> [n, vocab_size] float32."""
+        """[n, hidden] from `forward` -> [n, vocab_size] float32."""
         return linear(
             hidden, self.lm_head, dtype=torch.float32, batch_invariant=self.batch_invariant
         )
 
     def is_batch_invariant(self, kv_cache: KVCache) -> bool:
-        """Whether, without adapters, a token's logits follow from its sequence alone, to the bit.
+        """Whether, without adapters, a token's logits depend only on its sequence, to the bit.
 
         Args:
-            kv_cache: One such as the layers are going to have.
+            kv_cache: A cache like those that the layers will use.
         """
         if self.device.type == "cuda":
             return self.batch_invariant
-        in_c = self._decoder is not None and self._decoder.takes(kv_cache)
-        return in_c and isinstance(self.lm_head, PackedWeight)
+        runs_in_c = self._decoder is not None and self._decoder.supports_cache(kv_cache)
+        return runs_in_c and isinstance(self.lm_head, PackedWeight)
 
     def load_adapter(self, name: str, directory: Path) -> None:
-        """Load a LoRA adapter that PEFT has stored; `forward` is told which tokens it changes.
+        """Load a LoRA adapter as PEFT stores it. `forward`'s argument says which tokens it changes.
 
         Raises:
             FileNotFoundError: a file is missing.
@@ -151,27 +152,27 @@ class LlamaModel:
                 part.adapters[name] = PackedLora(a, b)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy each weight to its place, converting its dtype and moving it to the device."""
-        places = dict(self._places())
+        """Copy each weight into its tensor, which converts the dtype and moves it to the device."""
+        targets = dict(self._targets())
         tied_head = None
         for name, weight in weights:
-            if name.endswith("rotary_emb.inv_freq"):  # in old checkpoints; the config says it too
+            if name.endswith("rotary_emb.inv_freq"):  # in old checkpoints; the config has it, too
                 continue
             if name == "lm_head.weight" and self.config.tie_word_embeddings:
                 tied_head = weight
                 continue
-            if name not in places:
+            if name not in targets:
                 raise ValueError(f"The checkpoint holds {name}, which the model has no place for.")
-            place = places.pop(name)
-            if weight.shape != place.shape:
+            target = targets.pop(name)
+            if weight.shape != target.shape:
                 raise ValueError(
                     f"{name} is {list(weight.shape)} in the checkpoint, "
-                    f"but {list(place.shape)} by the config."
+                    f"but {list(target.shape)} by the config."
                 )
-            place.copy_(weight)
-        if places:
-            first = ", ".join(list(places)[:5])
-            raise ValueError(f"The checkpoint lacks {len(places)} weights, among them {first}.")
+            target.copy_(weight)
+        if targets:
+            first = ", ".join(list(targets)[:5])
+            raise ValueError(f"The checkpoint lacks {len(targets)} weights, among them {first}.")
         if tied_head is not None and not torch.equal(
             tied_head.to(self.device, self.dtype), self.embed_tokens
         ):
@@ -180,11 +181,11 @@ class LlamaModel:
                 "another. If the checkpoint is right, set tie_word_embeddings to false."
             )
 
-    def _places(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in transformers, where it goes) of each weight."""
+    def _targets(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in transformers, tensor) of each weight."""
         yield "model.embed_tokens.weight", self.embed_tokens
         for layer in self.layers:
-            yield from layer.places()
+            yield from layer.targets()
         yield "model.norm.weight", self.norm
         if not self.config.tie_word_embeddings:
             assert isinstance(self.lm_head, Tensor), "packed"
@@ -196,39 +197,30 @@ class _DecoderLayer:
         self,
         config: ModelConfig,
         name: str,
-        dtype: torch.dtype,
-        device: torch.device,
+        empty: Callable[..., Tensor],
         batch_invariant: bool,
     ) -> None:
         self.config = config
         self.name = name
         self.batch_invariant = batch_invariant
-
-        def vector(size: int) -> Tensor:
-            return torch.empty(size, dtype=dtype, device=device)
-
         hidden, intermediate = config.hidden_size, config.intermediate_size
         q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
-        self.input_norm = vector(hidden)  # [hidden]
-        self.post_attention_norm = vector(hidden)  # [hidden]
-        self.q_norm = vector(config.head_dim) if config.qk_norm else None  # [head_dim]
-        self.k_norm = vector(config.head_dim) if config.qk_norm else None  # [head_dim]
+        self.input_norm = empty(hidden)
+        self.post_attention_norm = empty(hidden)
+        self.q_norm = empty(config.head_dim) if config.qk_norm else None
+        self.k_norm = empty(config.head_dim) if config.qk_norm else None
 
-        def stacked(in_features: int, parts: dict[str, int], bias: bool) -> _Linear:
-            named = {f"{name}.{part}": size for part, size in parts.items()}
-            return _Linear(in_features, named, bias, dtype, device, batch_invariant)
+        def stacked(module: str, in_features: int, bias: bool, **parts: int) -> _Linear:
+            named = {f"{name}.{module}.{part}": size for part, size in parts.items()}
+            return _Linear(in_features, named, bias, empty, batch_invariant)
 
-        qkv = {
-            "self_attn.q_proj": q_size,
-            "self_attn.k_proj": kv_size,
-            "self_attn.v_proj": kv_size,
-        }
-        gate_up = {"mlp.gate_proj": intermediate, "mlp.up_proj": intermediate}
-        self.qkv_proj = stacked(hidden, qkv, config.attention_bias)
-        self.o_proj = stacked(q_size, {"self_attn.o_proj": hidden}, config.o_bias)
-        self.gate_up_proj = stacked(hidden, gate_up, config.mlp_bias)
-        self.down_proj = stacked(intermediate, {"mlp.down_proj": hidden}, config.mlp_bias)
+        qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        gate_up = {"gate_proj": intermediate, "up_proj": intermediate}
+        self.qkv_proj = stacked("self_attn", hidden, config.attention_bias, **qkv)
+        self.o_proj = stacked("self_attn", q_size, config.o_bias, o_proj=hidden)
+        self.gate_up_proj = stacked("mlp", hidden, config.mlp_bias, **gate_up)
+        self.down_proj = stacked("mlp", intermediate, config.mlp_bias, down_proj=hidden)
         self.linears = (self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj)
 
     def attend(
@@ -242,37 +234,30 @@ class _DecoderLayer:
     ) -> Tensor:
         """Self-attention -> [num_tokens, hidden]."""
         config = self.config
-        num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
-        qkv = self.qkv_proj(x, lora).view(-1, num_heads + 2 * num_kv_heads, config.head_dim)
+        qkv = self.qkv_proj(x, lora).view(len(x), -1, config.head_dim)
         qk_norm = None
         if self.q_norm is not None and self.k_norm is not None:
             qk_norm = (self.q_norm, self.k_norm, config.rms_norm_eps)
         q = rope_and_cache(qkv, cos, sin, kv_cache, metadata.slot_mapping, qk_norm)
+        scale, window = config.head_dim**-0.5, config.sliding_window
         # [num_tokens, num_heads, head_dim]
-        out = attention(
-            q,
-            kv_cache,
-            metadata,
-            config.head_dim**-0.5,
-            config.sliding_window,
-            batch_invariant=self.batch_invariant,
-        )
+        out = attention(q, kv_cache, metadata, scale, window, batch_invariant=self.batch_invariant)
         return self.o_proj(out.flatten(1), lora)
 
     def feed_forward(self, x: Tensor, lora: LoraRows | None) -> Tensor:
         """down(silu(gate(x)) * up(x)). [num_tokens, hidden] -> [num_tokens, hidden]."""
         return self.down_proj(silu_and_mul(self.gate_up_proj(x, lora)), lora)
 
-    def places(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in transformers, where it goes) of each weight."""
+    def targets(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in transformers, tensor) of each weight."""
         yield f"{self.name}.input_layernorm.weight", self.input_norm
         yield f"{self.name}.post_attention_layernorm.weight", self.post_attention_norm
         if self.q_norm is not None and self.k_norm is not None:
             yield f"{self.name}.self_attn.q_norm.weight", self.q_norm
             yield f"{self.name}.self_attn.k_norm.weight", self.k_norm
         for part in self.linears:
-            yield from part.places()
+            yield from part.targets()
 
     def pack(self, weight_bits: int, arena: Arena) -> None:
         for part in self.linears:
@@ -280,7 +265,7 @@ class _DecoderLayer:
             part.weight = pack_linear(part.weight, weight_bits, arena)
 
     def weights(self) -> LayerWeights | None:
-        """Once packed; None where not all are in the layout of `kernels.cpu`."""
+        """For `kernels.cpu`, after packing; None unless all weights are in its layout."""
         pairs = [
             (part.weight, part.bias)
             for part in self.linears
@@ -294,11 +279,12 @@ class _DecoderLayer:
 
 
 class _Linear:
-    """x @ weight.T + bias, with the rows of one or more of the checkpoint's projections stacked,
-    and what adapters add to it.
+    """x @ weight.T + bias of one or more of the checkpoint's projections, plus the adapters' part.
+
+    The rows of the projections are stacked.
 
     Args:
-        parts: name in transformers -> out_features of each, in the order of stacking.
+        parts: Name in transformers -> out_features of each projection, in the order of stacking.
     """
 
     def __init__(
@@ -306,8 +292,7 @@ class _Linear:
         in_features: int,
         parts: dict[str, int],
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        empty: Callable[..., Tensor],
         batch_invariant: bool,
     ) -> None:
         self.batch_invariant = batch_invariant
@@ -315,10 +300,8 @@ class _Linear:
         self.parts = parts
         self.adapters: dict[str, PackedLora] = {}
         out_features = sum(parts.values())
-        self.weight: Tensor | PackedWeight = torch.empty(
-            out_features, in_features, dtype=dtype, device=device
-        )
-        self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+        self.weight: Tensor | PackedWeight = empty(out_features, in_features)
+        self.bias = empty(out_features) if bias else None
 
     def __call__(self, x: Tensor, lora: LoraRows | None) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features]."""
@@ -327,8 +310,8 @@ class _Linear:
             add_lora(out, x, self.adapters, lora)
         return out
 
-    def places(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in transformers, its rows) of each weight and bias. Only before packing."""
+    def targets(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in transformers, its rows) of each weight and bias; only before packing."""
         assert isinstance(self.weight, Tensor), "packed"
         sizes = list(self.parts.values())
         for kind, stacked in (("weight", self.weight), ("bias", self.bias)):

