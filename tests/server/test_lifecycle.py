@@ -106,9 +106,9 @@ def test_running_stream_completes_while_its_model_is_unloaded(server, repository
     ],
 )
 def test_invalid_parameter_is_a_load_error_that_names_it(
-    server, repository: Path, control, parameters, words
+    server, repository: Path, control, tiny_weights, parameters, words
 ):
-    write_model(repository, "wrong", **parameters)
+    write_model(repository, "wrong", **{"model": tiny_weights, **parameters})
     with pytest.raises(InferenceServerException) as refused:
         control.load_model("wrong")
     assert all(word in refused.value.message() for word in words), refused.value.message()
