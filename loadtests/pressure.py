@@ -64,7 +64,11 @@ def prompt(num_tokens: int, seed: int = 0) -> str:
 
 
 def ask(
-    client: GrpcClient, text: str, max_tokens: int, stop: Callable[[], bool] = lambda: False, **more
+    client: GrpcClient,
+    text: str,
+    max_tokens: int,
+    stop: Callable[[], bool] = lambda: False,
+    **more: Any,
 ) -> Result:
     """Read answers of a fixed length until `stop` is set."""
     sampling = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}

@@ -17,15 +17,10 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import NamedTuple
-
-import numpy as np
 
 from tritium.backend.engine.request import SequenceUsage
 from tritium.backend.engine.sequence import ScheduledSequence, Sequence, SequenceStatus
-
-_GOOD_FIT = 0.8  # explained share of the variance
 
 
 class Weights(NamedTuple):
@@ -44,15 +39,6 @@ class Weights(NamedTuple):
 
 # SmolLM2-135M in bfloat16 on two cores with AMX; used where the fit at warm-up is poor.
 DEFAULT_WEIGHTS = Weights(token=300_000_000, context=300_000, sequence=300_000_000)
-
-
-class MeasuredStep(NamedTuple):
-    """A step of the warm-up, to fit weights to."""
-
-    num_tokens: int
-    attended: int  # tokens attended to, summed over the step's tokens
-    num_sequences: int
-    duration: int  # ns
 
 
 class StepShares(NamedTuple):
@@ -212,27 +198,3 @@ def split(total: int, weights: Seq[int]) -> list[int]:
         for i in largest_first[:missing]:
             parts[i] += 1
     return parts
-
-
-def fit(steps: list[MeasuredStep]) -> Weights | None:
-    """Least-squares fit of steps' times, without negative weights; None where the fit is poor.
-
-    The model also has a constant per step; that time is divided in proportion to the weights.
-    """
-    if len(steps) <= 4:  # four unknowns: anything fits
-        return None
-    columns = np.array([[s.num_tokens, s.attended, s.num_sequences, 1] for s in steps], float)
-    durations = np.array([s.duration for s in steps], float)
-    variance = ((durations - durations.mean()) ** 2).sum()
-    best, least = np.zeros(4), np.inf
-    for size in range(1, 5):  # try each set of nonzero unknowns
-        for kept in combinations(range(4), size):
-            found, *_ = np.linalg.lstsq(columns[:, kept], durations, rcond=None)
-            error = ((columns[:, kept] @ found - durations) ** 2).sum()
-            if (found >= 0).all() and error < least:
-                best, least = np.zeros(4), error
-                best[list(kept)] = found
-    if least > (1 - _GOOD_FIT) * variance or not best[:3].any():
-        return None
-    token, context, sequence = (round(1000 * weight) for weight in best[:3])
-    return Weights(max(token, 1), context, sequence)

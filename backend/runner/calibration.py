@@ -1,21 +1,35 @@
-"""What a step's tokens, context and sequences cost on this device, measured before it serves."""
+"""The cost of a step's tokens, context and sequences on this device, measured before serving."""
 
 import logging
 import time
+from itertools import combinations
 from typing import NamedTuple
+
+import numpy as np
 
 from tritium.backend.engine.request import EngineRequest
 from tritium.backend.engine.sequence import ScheduledSequence, Sequence
-from tritium.backend.engine.usage import DEFAULT_WEIGHTS, MeasuredStep, Weights, fit
+from tritium.backend.engine.usage import DEFAULT_WEIGHTS, Weights
 from tritium.backend.runner.model_runner import ModelRunner
 
 logger = logging.getLogger("tritium")
 
+_GOOD_FIT = 0.8  # explained share of the variance
+
+
+class MeasuredStep(NamedTuple):
+    """A step of the warm-up, to fit weights to."""
+
+    num_tokens: int
+    attended: int  # tokens attended to, summed over the step's tokens
+    num_sequences: int
+    duration: int  # ns
+
 
 class _Shape(NamedTuple):
     num_sequences: int
-    start: int  # tokens of each that are computed already
-    num_new: int  # that are to be
+    start: int  # computed tokens per sequence
+    num_new: int  # new tokens per sequence
 
     @property
     def num_tokens(self) -> int:
@@ -30,15 +44,15 @@ _SHAPES = [
     *(_Shape(1, 0, 1), _Shape(8, 0, 1), _Shape(1, 511, 1), _Shape(8, 511, 1)),
     *(_Shape(1, 0, 32), _Shape(1, 512, 32), _Shape(1, 0, 64)),
 ]
-_SECONDS = 2  # after so long no more rounds are begun for a better fit
+_SECONDS = 2  # after this time no further round starts
 
 
 def measure_weights(runner: ModelRunner, max_num_seqs: int, max_num_tokens: int) -> Weights:
-    """Fit weights to some steps of the real model; the default ones where they don't fit.
+    """Fit weights to some steps of the real model; the default weights if no fit succeeds.
 
     Args:
-        max_num_seqs: Sequences that a step can have.
-        max_num_tokens: Tokens that it can compute.
+        max_num_seqs: The most sequences per step.
+        max_num_tokens: The most tokens per step.
     """
     positions = min(
         runner.num_blocks * runner.block_size, runner.model.config.max_position_embeddings
@@ -55,7 +69,8 @@ def measure_weights(runner: ModelRunner, max_num_seqs: int, max_num_tokens: int)
     def durations() -> list[int]:
         return [_duration(runner, batch) for batch in batches]
 
-    # The fastest of each counts, which nothing else held up; two rounds on a quiet machine.
+    # The fastest run of each shape counts, as other processes only slow a run down. On a quiet
+    # machine two rounds are enough.
     deadline = time.monotonic() + _SECONDS
     fastest, weights = durations(), None
     while not weights:
@@ -71,8 +86,32 @@ def measure_weights(runner: ModelRunner, max_num_seqs: int, max_num_tokens: int)
     return weights or DEFAULT_WEIGHTS
 
 
+def fit(steps: list[MeasuredStep]) -> Weights | None:
+    """Least-squares fit of steps' times, without negative weights; None where the fit is poor.
+
+    The model also has a constant per step; that time is divided in proportion to the weights.
+    """
+    if len(steps) <= 4:  # four unknowns: anything fits
+        return None
+    columns = np.array([[s.num_tokens, s.attended, s.num_sequences, 1] for s in steps], float)
+    durations = np.array([s.duration for s in steps], float)
+    variance = ((durations - durations.mean()) ** 2).sum()
+    best, least = np.zeros(4), np.inf
+    for size in range(1, 5):  # try each set of nonzero unknowns
+        for kept in combinations(range(4), size):
+            found, *_ = np.linalg.lstsq(columns[:, kept], durations, rcond=None)
+            error = ((columns[:, kept] @ found - durations) ** 2).sum()
+            if (found >= 0).all() and error < least:
+                best, least = np.zeros(4), error
+                best[list(kept)] = found
+    if least > (1 - _GOOD_FIT) * variance or not best[:3].any():
+        return None
+    token, context, sequence = (round(1000 * weight) for weight in best[:3])
+    return Weights(max(token, 1), context, sequence)
+
+
 def _batch(runner: ModelRunner, shape: _Shape) -> list[ScheduledSequence]:
-    """All sequences are in the same blocks, whose content nobody needs yet."""
+    """All sequences use the same blocks, whose content is not needed yet."""
     end = shape.start + shape.num_new
     batch = []
     for _ in range(shape.num_sequences):

@@ -24,7 +24,8 @@ from rich.console import Console
 
 from tritium.backend.front.tokenizer import Tokenizer
 from tritium.backend.runner.models.loader import resolve
-from tritium.loadtests.bench import Prompts, Request, read_config, uniform_workload
+from tritium.loadtests.bench import Prompts, Request, uniform_workload
+from tritium.loadtests.model_folder import read_config
 from tritium.loadtests.peers.variants import VARIANTS, Variant, started
 from tritium.loadtests.results import Goal, Result, load, report, save
 

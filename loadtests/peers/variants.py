@@ -16,8 +16,8 @@ from tritium.backend.host.serve import TritonServer
 from tritium.backend.runner.model_runner import ModelRunner
 from tritium.backend.runner.models.loader import resolve
 from tritium.client import GenerationError
-from tritium.loadtests.bench import Alone, Request, read_config, served
-from tritium.loadtests.model_folder import lay_out
+from tritium.loadtests.bench import Alone, Request, served
+from tritium.loadtests.model_folder import lay_out, read_config
 from tritium.loadtests.peers import model_files
 from tritium.loadtests.peers.jobs import Peer, PeerError, Workloads
 from tritium.loadtests.results import Result

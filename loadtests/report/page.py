@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jinja2
 import msgspec
+from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 from rich.console import Console
 from rich.table import Table
@@ -140,5 +141,5 @@ def print_checks(console: Console, checks: Sequence[Check]) -> None:
         )
 
 
-def _safe(text: str) -> jinja2.utils.markupsafe.Markup:
-    return jinja2.utils.markupsafe.Markup(text)
+def _safe(text: str) -> Markup:
+    return Markup(text)
