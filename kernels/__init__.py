@@ -102,9 +102,9 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(residual + x), residual + x); the sum overwrites `residual`."""
     if x.is_cuda:
-        from tritium.kernels.cuda.norm import add_rms_norm as on_cuda
+        from tritium.kernels.cuda.norm import rms_norm as on_cuda
 
-        return on_cuda(x, residual, weight, eps)
+        return on_cuda(x, weight, eps, residual), residual
     if cpu.supports_rows(x):
         return cpu.rms_norm(x, weight, eps, residual), residual
     return reference.add_rms_norm(x, residual, weight, eps)

@@ -15,7 +15,7 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(out_features, in_features) of each projection."""
+    """Projection -> (out_features, in_features)."""
     hidden, intermediate = model.hidden_size, model.intermediate_size
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     return {
@@ -39,7 +39,7 @@ def write_adapter(
     seed: int = 0,
     **options: Any,
 ) -> Path:
-    """Write an adapter for some projections (of some layers, else of all)."""
+    """Write an adapter for some projections of some layers; `layers` None: all layers."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(model.num_layers) if layers is None else layers:
@@ -74,7 +74,7 @@ def write_adapter(
 
 
 def merged(weights: dict[str, Tensor], directory: Path, scaling: float) -> dict[str, Tensor]:
-    """The model's weights with an adapter in them: W + scaling * B @ A."""
+    """The model's weights merged with an adapter: W + scaling * B @ A."""
     weights = dict(weights)
     adapter = load_file(directory / "adapter_model.safetensors")
     for name, a in adapter.items():

@@ -1,4 +1,4 @@
-"""Generation by our engine, and greedily by transformers' model."""
+"""Generation with our engine, and greedy generation with transformers' model."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tritium.backend.runner.model_runner import ModelRunner
 
 
 class SmallerRunner:
-    """The same model and cache, of which only the first blocks may be used."""
+    """The same model and cache, limited to the first blocks."""
 
     def __init__(self, runner: ModelRunner, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -21,7 +21,7 @@ class SmallerRunner:
 
 
 def generate(engine: Engine, prompts: list[list[int]], **sampling: Any) -> list[list[int]]:
-    """Run all prompts at once, checking the bookkeeping after every step."""
+    """Run all prompts at once and check the scheduler's integrity after every step."""
     engine.on_outputs = collector = Collector()
     for i, token_ids in enumerate(prompts):
         engine.reserve()
@@ -36,7 +36,7 @@ def generate(engine: Engine, prompts: list[list[int]], **sampling: Any) -> list[
 
 
 def transformers_output(model: Any, prompt: list[int], guess: list[int]) -> list[int]:
-    """The likeliest next token, NUM_TOKENS times. A guess saves time as far as it is right."""
+    """The most likely next token, NUM_TOKENS times. A correct guess saves time."""
     output: list[int] = []
     guess = guess[: NUM_TOKENS - 1]
     while len(output) < NUM_TOKENS:

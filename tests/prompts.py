@@ -1,4 +1,4 @@
-"""24 prompts of many kinds, for comparing what is generated from them."""
+"""24 prompts of many kinds, for comparing generated texts."""
 
 _LONG = " ".join(
     f"Item {i}: the {['red', 'green', 'blue', 'grey'][i % 4]} box holds {i * i % 97} coins."

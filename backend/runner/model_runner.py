@@ -68,14 +68,9 @@ class ModelRunner:
             self.num_blocks = self._count_blocks(config, working_memory)
             self.kv_caches = self._allocate(self.num_blocks)
             if self.overlaps and config.cuda_graphs:
-                max_model_len = config.max_model_len or self.model.config.max_position_embeddings
-                self._graphs = DecodeGraphs(
-                    self.model,
-                    self.kv_caches,
-                    self.block_size,
-                    config.max_num_seqs,
-                    min(max_model_len, self.num_blocks * self.block_size),
-                )
+                longest = config.max_model_len or self.model.config.max_position_embeddings
+                limits = config.max_num_seqs, min(longest, self.num_blocks * self.block_size)
+                self._graphs = DecodeGraphs(self.model, self.kv_caches, self.block_size, *limits)
 
     @property
     def block_bytes(self) -> int:
@@ -125,38 +120,44 @@ class ModelRunner:
                 hidden = self._graphs.run(input_ids, positions, metadata)
             else:
                 hidden = self.model.forward(input_ids, positions, self.kv_caches, metadata, lora)
-            read_prompts = self._prompt_logprobs(batch, hidden)
-            rows = _sampled_rows(batch)
-            if not len(rows):
-                return read_prompts
-            if len(rows) < len(hidden):
-                hidden = hidden[self._to_device(rows)]
-            sequences = [s.sequence for s in batch for _ in range(s.num_samples)]
-            next_positions = [p for s in batch for p in range(s.end - s.num_samples + 1, s.end + 1)]
-            logits = self.model.compute_logits(hidden)
-            # Filled while a GPU still computes the logits.
-            masks = grammar_masks(sequences, logits.shape[1])
-            on_device = None if masks is None else self._to_device(masks)
-            sampled = self._sampler.sample(logits, sequences, next_positions, on_device)
-            rows_of = {sequence: row for row, sequence in enumerate(sequences)}
-            self._last = _LastStep(sampled.token_ids, rows_of)
+            prompt_logprobs = self._prompt_logprobs(batch, hidden)
+            sampled = self._sample(batch, hidden)
 
-            def read() -> list[SampledToken]:
-                read_prompts()
-                return sampled.read()
+        def read() -> list[SampledToken]:
+            for sequence, begin, scored in prompt_logprobs:
+                sequence.prompt_logprobs[begin:] = scored.read()
+            return sampled.read() if sampled else []
 
-            return read
+        return read
 
-    def _prompt_logprobs(
-        self, batch: list[ScheduledSequence], hidden: Tensor
-    ) -> Callable[[], list[SampledToken]]:
-        """Log probabilities of the prompt tokens that follow the step's tokens.
+    def _sample(self, batch: list[ScheduledSequence], hidden: Tensor) -> Sampled | None:
+        """Sample the batch's next tokens; None if no sequence reaches its last token.
 
         Args:
             hidden: [num_tokens, hidden] of all the step's tokens.
+        """
+        rows = _sampled_rows(batch)
+        if not len(rows):
+            return None
+        if len(rows) < len(hidden):
+            hidden = hidden[self._to_device(rows)]
+        sequences = [s.sequence for s in batch for _ in range(s.num_samples)]
+        positions = [p for s in batch for p in range(s.end - s.num_samples + 1, s.end + 1)]
+        logits = self.model.compute_logits(hidden)
+        # Filled while a GPU still computes the logits.
+        masks = grammar_masks(sequences, logits.shape[1])
+        on_device = None if masks is None else self._to_device(masks)
+        sampled = self._sampler.sample(logits, sequences, positions, on_device)
+        rows_of = {sequence: row for row, sequence in enumerate(sequences)}
+        self._last = _LastStep(sampled.token_ids, rows_of)
+        return sampled
 
-        Returns:
-            A function that waits for them and stores them in the sequences that asked for them.
+    def _prompt_logprobs(
+        self, batch: list[ScheduledSequence], hidden: Tensor
+    ) -> list[tuple[Sequence, int, Sampled]]:
+        """(sequence, first position, log probabilities of the prompt tokens that follow).
+
+        For the sequences that ask for them; `hidden` as for `_sample`.
         """
         pieces: list[tuple[Sequence, int, Sampled]] = []
         first = 0
@@ -172,13 +173,7 @@ class ModelRunner:
                 token_ids = self._to_device(np.array(following, dtype=np.int64))
                 pieces.append((sequence, begin, score(logits, token_ids, k or 0)))
             first += end - start
-
-        def read() -> list[SampledToken]:
-            for sequence, begin, scored in pieces:
-                sequence.prompt_logprobs[begin:] = scored.read()
-            return []
-
-        return read
+        return pieces
 
     def _tensors(self, batch: list[ScheduledSequence]) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """input_ids [num_tokens], positions [num_tokens], metadata."""

@@ -32,7 +32,7 @@ from tritium.kernels.cuda.apply_mask import apply_mask
 from tritium.kernels.cuda.apply_penalties import apply_penalties
 from tritium.kernels.cuda.decode_attention import decode_attention
 from tritium.kernels.cuda.matmul import matmul
-from tritium.kernels.cuda.norm import add_rms_norm, rms_norm
+from tritium.kernels.cuda.norm import rms_norm
 from tritium.kernels.cuda.paged_attention import paged_attention
 from tritium.kernels.cuda.rope_cache import rope_and_cache
 from tritium.kernels.cuda.sampling import sample
@@ -212,11 +212,7 @@ def rope(
 
 
 def norm(size: int, add: bool) -> None:
-    x, weight = empty(2, size), empty(size)
-    if add:
-        add_rms_norm(x, empty(2, size), weight, 1e-5)
-    else:
-        rms_norm(x, weight, 1e-5)
+    rms_norm(empty(2, size), empty(size), 1e-5, empty(2, size) if add else None)
 
 
 def product(

@@ -45,29 +45,17 @@ def rms_norm(
     x: Tensor,  # [n, size]
     weight: Tensor,  # [size]
     eps: float,
+    residual: Tensor | None = None,  # [n, size]
 ) -> Tensor:
-    """See `kernels.rms_norm`."""
-    return _launch(x, None, weight, eps)
-
-
-def add_rms_norm(
-    x: Tensor,  # [n, size]
-    residual: Tensor,  # [n, size]
-    weight: Tensor,  # [size]
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """See `kernels.add_rms_norm`."""
-    check(x, x.shape, x.dtype, residual)
-    return _launch(x, residual, weight, eps), residual
-
-
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """See `kernels.rms_norm`; with a residual, `kernels.add_rms_norm`."""
     n, size = x.shape
 
     assert 0 < size <= 16384
     assert x.dtype in FLOATS
     check(x, x.shape, x.dtype, x)
     check(x, (size,), x.dtype, weight)
+    if residual is not None:
+        check(x, x.shape, x.dtype, residual)
 
     out = torch.empty_like(x)
     block = triton.next_power_of_2(size)

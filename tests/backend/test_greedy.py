@@ -1,4 +1,4 @@
-"""Token for token the greedy output of transformers' own model in float32, however scheduled."""
+"""The same tokens as transformers' greedy output in float32, for any schedule."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def make_engine(runner, **changes) -> Engine:
 
 
 def test_alone(runner, prompt_token_ids, greedy_token_ids):
-    """Every third one, and the long one, which is the last."""
+    """Every third prompt, and the last, long one."""
     engine = make_engine(runner)
     pairs = list(zip(prompt_token_ids, greedy_token_ids, strict=True))
     for token_ids, expected in [*pairs[::3], pairs[-1]]:
@@ -36,7 +36,7 @@ def test_prefill_cut_into_chunks(runner, prompt_token_ids, greedy_token_ids):
 def test_preempted_several_times(runner, prompt_token_ids, greedy_token_ids):
     num_blocks = -(-(len(prompt_token_ids[-1]) + NUM_TOKENS) // FLOAT32.block_size)
     engine = make_engine(SmallerRunner(runner, num_blocks), reserve_blocks_per_seq=0)
-    # The long prompt first: the others then live on the few blocks that it leaves.
+    # The long prompt first: the others share the few blocks that remain.
     order = [len(prompt_token_ids) - 1, *range(len(prompt_token_ids) - 1)]
     generated = generate(engine, [prompt_token_ids[i] for i in order])
     assert generated == [greedy_token_ids[i] for i in order]

@@ -1,8 +1,8 @@
 """The kernels, through Triton-lang's interpreter, and their PyTorch twins, against float64.
 
-An error is the relative one, ||out - expected|| / ||expected||, of the head of a token where it
-is largest. Inputs are fresh in every run. What a kernel must not read is NaN beforehand, and so
-is what it must write. Where the cache is quantised, attention is held to what the cache says.
+An error is relative, ||out - expected|| / ||expected||, of the token's head with the largest one.
+Inputs are random in every run. Memory that a kernel must not read, or must write, is NaN
+beforehand. With a quantised cache, attention is compared with the dequantised cache.
 """
 
 import os
@@ -50,14 +50,14 @@ BATCHES = pytest.mark.parametrize(
 )
 HEADS = pytest.mark.parametrize("heads", [(4, 4), (8, 2), (9, 3), (5, 1)], ids=str)
 HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-# Each dtype with the bound on its error.
+# (dtype, bound on the error)
 FP32, FP16, BF16 = (torch.float32, 5e-6), (torch.float16, 1e-3), (torch.bfloat16, 1e-2)
 KERNEL_DTYPES = pytest.mark.parametrize(("dtype", "bound"), [FP32, FP16], ids=["fp32", "fp16"])
 TWIN_DTYPES = pytest.mark.parametrize(("dtype", "bound"), [FP32, BF16], ids=["fp32", "bf16"])
 ALL_DTYPES = pytest.mark.parametrize(
     ("dtype", "bound"), [FP32, FP16, BF16], ids=["fp32", "fp16", "bf16"]
 )
-# bfloat16 queries meet float8 keys in float16, which the interpreter knows how to multiply.
+# bfloat16 queries and float8 keys are multiplied in float16, which the interpreter supports.
 QUANTISED_AND_DTYPES = pytest.mark.parametrize(
     ("cache_dtype", "dtype", "bound"),
     [
@@ -96,7 +96,7 @@ TORCH_DTYPES = {
 
 
 def convert_float(x: np.ndarray, dtype: tl.dtype, to: tl.dtype, rounding: Any) -> np.ndarray:
-    """The interpreter's own loses the carry where it rounds to float8, and NaN on the way back."""
+    """The interpreter's own loses the carry when it rounds to float8, and loses float8's NaN."""
     if tl.float8e4nv not in (dtype, to):
         return INTERPRETERS_CONVERSION(x, dtype, to, rounding)
     converted = torch.from_numpy(x).view(TORCH_DTYPES[dtype]).to(TORCH_DTYPES[to])
@@ -176,7 +176,7 @@ def test_paged_attention_block_sizes(block_size: int) -> None:
 
 
 def test_paged_attention_of_many_sequences() -> None:
-    """Each program finds its own sequence: none is left out, none taken twice."""
+    """Each program finds its sequence: each one is computed exactly once."""
     batch = [(1, length) for length in range(1, 20)]
     check_attention(paged_attention, batch, (3, 1), 64, *FP32)
     batch = [(length, length + 3) for length in range(1, 14)]
@@ -209,7 +209,7 @@ def test_paged_attention_of_a_token_does_not_depend_on_its_batch(
     soft_cap: float | None,
     cache_dtype: torch.dtype | None,
 ) -> None:
-    """To the bit: beside other sequences and within its prompt as if it decoded alone."""
+    """To the bit: with other sequences and within its prompt as if it were decoded alone."""
     batch = [(1, 300), (1, 64), (5, 18), (40, 150)]
     q, kv_cache, metadata = random_batch(batch, (6, 2), head_dim, dtype, cache_dtype)
     options = (0.125, sliding_window, soft_cap, True)
@@ -301,7 +301,7 @@ def test_decode_attention_of_a_quantised_cache(
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_decode_attention_around_the_edges_of_tiles_and_splits(splits: int) -> None:
-    """Of 128 keys, at this head_dim: each split has none, a part of one, one or several."""
+    """Tiles have 128 keys at this head_dim: a split has none, a part of one, one or several."""
     lengths = [1, 127, 128, 129, 255, 256, 257, 383, 384, 385]
     batch = [(1, length) for length in lengths]
     check_attention(decode_attention, batch, (2, 1), 64, *FP16, splits=splits)
@@ -309,7 +309,7 @@ def test_decode_attention_around_the_edges_of_tiles_and_splits(splits: int) -> N
 
 @pytest.mark.parametrize("splits", [1, 16])
 def test_decode_attention_without_keys(splits: int) -> None:
-    """What a CUDA graph is padded with reads nothing, not even its block table."""
+    """The padding of a CUDA graph's batch reads nothing, not even its block table."""
     q, kv_cache, metadata = random_batch([(1, 40), (1, 0)], (4, 2), 64, torch.float16)
     q[1] = NAN
     metadata.block_tables[1] = 2**30
@@ -335,7 +335,7 @@ def test_num_splits(num_seqs: int, num_kv_heads: int, expected: int) -> None:
     assert num_splits(num_seqs, num_kv_heads, num_multiprocessors=132) == expected
 
 
-# -- attention, all of it --
+# -- both kernels and the twin --
 
 
 @pytest.mark.parametrize("function", [paged_attention, decode_attention])
@@ -440,8 +440,7 @@ def test_rope_and_quantised_cache(
     bound: float,
     cache_dtype: torch.dtype,
 ) -> None:
-    """Each number is rounded to the nearest one that its scale allows, and a vector of zeros
-    stays one."""
+    """Each number is rounded to the nearest multiple of its scale; zeros stay zeros."""
     num_heads, num_kv_heads = heads
     qkv, angles, slots = random_qkv(heads, head_dim, dtype)
     qkv[0] = 0
@@ -455,7 +454,7 @@ def test_rope_and_quantised_cache(
 
     assert error(q[written], expected[written, :num_heads]) < bound
     assert kv_cache.scales.isnan().sum() == kv_cache.scales.numel() - 5 * 2 * num_kv_heads
-    # [2, 5, num_kv_heads, head_dim], the twin's rounding to dtype beforehand among its errors
+    # [2, 5, num_kv_heads, head_dim]; includes the twin's rounding to dtype before
     x = expected[written, num_heads:].unflatten(1, (2, num_kv_heads)).transpose(0, 1)
     data, scales = (t.flatten(1, 2)[:, slots[written]].double() for t in kv_cache)
     largest = x.abs().amax(-1, keepdim=True)
@@ -499,7 +498,7 @@ def test_rope_and_cache_with_qk_norm(
 
 
 def test_offsets_beyond_int32(tmp_path: Path) -> None:
-    """Blocks whose first element's number needs more than 31 bits, in a sparse file."""
+    """Blocks whose first element's offset needs more than 31 bits, in a sparse file."""
     num_blocks, block_elements = 2**31 // (16 * 64) + 4, 16 * 64
     data = torch.from_file(
         str(tmp_path / "kv_cache"),
@@ -651,6 +650,6 @@ def rotated(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def error(out: Tensor, expected: Tensor) -> float:
-    """Not over all tokens at once, where a single lost key would not show."""
+    """Per row: over all tokens at once, a single missing key would not show."""
     difference = (out.double() - expected).norm(dim=-1)
     return float((difference / expected.norm(dim=-1).clamp_min(1e-9)).max())

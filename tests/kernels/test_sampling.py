@@ -292,7 +292,7 @@ def test_sample_greedily(module, kind):
 
 @pytest.mark.parametrize("num_programs", [1, 50, 1000])
 def test_the_kernel_and_its_twin_draw_the_same(monkeypatch, num_programs):
-    """Whether one program takes all of a row, a part of several tiles, or one tile."""
+    """One program computes a whole row, several tiles, or one tile."""
     monkeypatch.setattr(kernel, "_NUM_PROGRAMS", num_programs)
     torch.manual_seed(num_programs)  # so that no two scores are nearly equal
     logits, sampling = LOGITS["peaked"](len(FILTERS), VOCAB_SIZE), sampling_tensors(FILTERS)
@@ -329,7 +329,7 @@ def test_sample_from_small_vocabularies(module, vocab_size):
 @pytest.mark.parametrize("nothing", [-INF, math.nan])
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_sample_if_no_token_is_allowed(module, fields, nothing):
-    """Any token will do, but it must be one."""
+    """Any token is right, but it must be a valid one."""
     logits = torch.full((2, VOCAB_SIZE), nothing)
     tokens = module.sample(logits, sampling_tensors([fields, dict(temperature=0.0)]))
     assert all(0 <= token < VOCAB_SIZE for token in tokens.tolist())

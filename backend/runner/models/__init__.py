@@ -19,13 +19,13 @@ def load_model(
     """Load a model onto a device.
 
     Args:
-        model: a directory, a .gguf file or `package:NAME/PATH`; see `loader.resolve`.
+        model: A directory, a .gguf file or `package:NAME/PATH`; see `loader.resolve`.
         batch_invariant: See `LlamaModel`.
-        weight_bits: The same.
+        weight_bits: See `LlamaModel`.
 
     Raises:
-        FileNotFoundError: the model, or part of it, is not there.
-        ValueError: it is not supported, or its weights are not those its config promises.
+        FileNotFoundError: the model, or a part of it, does not exist.
+        ValueError: the model is not supported, or its weights do not match its config.
     """
     path = resolve(model)
     config, weights = load_config(path), load_weights(path)

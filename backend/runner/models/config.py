@@ -1,7 +1,7 @@
 """The shape of a supported model, as plain data, and the refusal of every other model.
 
-A model that is not computed exactly is refused here, with what was found and what would have been
-right, rather than served with wrong numbers.
+A model that would be computed wrongly is refused here. The error says what was found and what is
+supported.
 """
 
 from collections.abc import Collection, Iterable
@@ -44,16 +44,17 @@ class ModelConfig:
         """Read a transformers config (`AutoConfig`).
 
         Args:
-            eos_token_ids: further ones than the config's own (those of generation_config.json).
+            eos_token_ids: Additional ids (from generation_config.json).
 
         Raises:
-            ValueError: the model needs something that is not supported; says what, and what is.
+            ValueError: the model needs an unsupported feature; the message names it and what is
+                supported.
         """
         require("model_type", hf_config.model_type, SUPPORTED_MODEL_TYPES)
         require("hidden_act", hf_config.hidden_act, ("silu",))
         _refuse_experts_and_quantization(hf_config)
         attention_bias = bool(getattr(hf_config, "attention_bias", False))
-        is_qwen2 = hf_config.model_type == "qwen2"  # its biases are not in its config
+        is_qwen2 = hf_config.model_type == "qwen2"  # its config does not list its biases
         inv_freq, rope_scale = _rope(hf_config)
         return cls(
             vocab_size=hf_config.vocab_size,
@@ -80,13 +81,13 @@ class ModelConfig:
 
 
 def require(name: str, found: object, supported: Collection[object]) -> None:
-    """Raises ValueError, with all three, unless what was found is supported."""
+    """Raise ValueError, with all three arguments, if the value found is not supported."""
     if found not in supported:
         _refuse(name, found, supported)
 
 
 def as_token_ids(value: int | list[int] | None) -> list[int]:
-    """The three forms that configs give `eos_token_id` in, as one."""
+    """The three forms of `eos_token_id` in configs, as a list."""
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
@@ -107,7 +108,7 @@ def _head_dim(hf_config: Any) -> int:
 
 def _sliding_window(hf_config: Any) -> int | None:
     layer_types = getattr(hf_config, "layer_types", None)
-    if not layer_types:  # Llama never has a window, whatever its config says; Mistral's is for all
+    if not layer_types:  # Llama never has a window, Mistral in all layers
         return hf_config.sliding_window if hf_config.model_type == "mistral" else None
     kinds = sorted(set(layer_types))
     if kinds not in (["full_attention"], ["sliding_attention"]):

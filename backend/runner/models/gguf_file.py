@@ -1,9 +1,9 @@
-"""Reading a GGUF file: its metadata as a transformers config, its tensors under their names there.
+"""Reads a GGUF file: its metadata as a transformers config, its tensors under transformers' names.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is parsed here
-and not by a library: the `gguf` package takes seconds for it (an array for each entry of the
-vocabulary), and transformers drops in silence what it doesn't know, such as scaled rotary
-frequencies and biases. The `gguf` package does turn the quantized blocks into numbers.
+and not by a library: the `gguf` package takes seconds for it (one array per entry of the
+vocabulary), and transformers silently drops what it does not know, such as scaled rotary
+frequencies and biases. The `gguf` package dequantizes the blocks.
 """
 
 import mmap
@@ -21,7 +21,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from tritium.backend.runner.models.config import SUPPORTED_ROPE_TYPES, require
 
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral is stored as llama
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral has the architecture llama
 
 _SCALARS = {
     GGUFValueType.UINT8: "<B",
@@ -69,16 +69,17 @@ class _TensorInfo(NamedTuple):
 
 
 class GGUFFile:
-    """A GGUF file's header, and its tensors on demand.
+    """A GGUF file's header, and its tensors on request.
 
     Raises:
-        ValueError: not a GGUF file, cut short, of an unsupported version or architecture.
+        ValueError: the file is not a GGUF file, is cut short, or has an unsupported version or
+            architecture.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with path.open("rb") as file:
-            # Copy-on-write: torch insists on writable memory, and nothing is written.
+            # Copy-on-write: torch requires writable memory; nothing is written.
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         if self._data[:4] != b"GGUF":
             raise ValueError(f"{path} is not a GGUF file: it does not start with 'GGUF'.")
@@ -96,7 +97,7 @@ class GGUFFile:
         require("GGUF architecture", self.architecture, _ARCHITECTURES)
 
     def hf_config(self) -> PretrainedConfig:
-        """The transformers config that the metadata amounts to."""
+        """The metadata as a transformers config."""
         if "token_embd.weight" not in self.tensors:
             raise ValueError(f"{self.path} holds no model: it has no token_embd.weight.")
         kwargs = {
@@ -126,7 +127,7 @@ class GGUFFile:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name in transformers, float32 tensor) of each weight, dequantized one at a time.
 
-        A tensor with no counterpart comes under the name it has here, for the model to refuse.
+        A tensor without a counterpart keeps its GGUF name, so that the model refuses it.
         """
         for name in self.tensors:
             if name != _ROPE_FACTORS:
@@ -170,7 +171,7 @@ class GGUFFile:
         return parameters
 
     def _eos_token_ids(self) -> list[int]:
-        """What llama.cpp ends a generation at: end of sequence, of turn, of message."""
+        """The tokens that end a generation in llama.cpp: end of sequence, of turn, of message."""
         keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
         return [self.metadata[key] for key in keys if key in self.metadata]
 

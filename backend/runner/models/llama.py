@@ -11,21 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tritium import kernels
 from tritium.backend.runner.models.config import ModelConfig
 from tritium.backend.runner.models.lora import LoraRows, PackedLora, add_lora, read_adapter, stack
-from tritium.kernels import (
-    Arena,
-    AttentionMetadata,
-    KVCache,
-    PackedWeight,
-    add_rms_norm,
-    attention,
-    linear,
-    pack_linear,
-    rms_norm,
-    rope_and_cache,
-    silu_and_mul,
-)
+from tritium.kernels import AttentionMetadata, KVCache, PackedWeight
 from tritium.kernels.cpu import Decoder, LayerWeights
 
 
@@ -67,10 +56,10 @@ class LlamaModel:
             self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
         )
         self._load(weights)
-        arena = Arena()
+        arena = kernels.Arena()
         for layer in self.layers:
             layer.pack(weight_bits, arena)
-        self.lm_head = pack_linear(self.lm_head, weight_bits, arena)
+        self.lm_head = kernels.pack_linear(self.lm_head, weight_bits, arena)
         self._decoder = Decoder.of(
             [layer.weights() for layer in self.layers], self.norm, config.rms_norm_eps
         )
@@ -105,19 +94,19 @@ class LlamaModel:
         if self._decoder and not lora and self._decoder.supports_cache(kv_caches[0]):
             scale, window = self.config.head_dim**-0.5, self.config.sliding_window
             return self._decoder(residual, cos, sin, kv_caches, metadata, scale, window)
-        x = rms_norm(residual, self.layers[0].input_norm, eps)  # [num_tokens, hidden]
+        x = kernels.rms_norm(residual, self.layers[0].input_norm, eps)  # [num_tokens, hidden]
         # Each addition to the residual stream is fused with the norm that reads it next.
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
         for layer, kv_cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
             x = layer.attend(x, cos, sin, kv_cache, metadata, lora)
-            x, residual = add_rms_norm(x, residual, layer.post_attention_norm, eps)
+            x, residual = kernels.add_rms_norm(x, residual, layer.post_attention_norm, eps)
             x = layer.feed_forward(x, lora)
-            x, residual = add_rms_norm(x, residual, next_norm, eps)
+            x, residual = kernels.add_rms_norm(x, residual, next_norm, eps)
         return x
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] from `forward` -> [n, vocab_size] float32."""
-        return linear(
+        return kernels.linear(
             hidden, self.lm_head, dtype=torch.float32, batch_invariant=self.batch_invariant
         )
 
@@ -148,7 +137,9 @@ class LlamaModel:
         adapter = read_adapter(directory, shapes)
         for part in linears:
             if (weights := stack(part.parts, adapter)) is not None:
-                a, b = (pack_linear(weight.to(self.device, self.dtype)) for weight in weights)
+                a, b = (
+                    kernels.pack_linear(weight.to(self.device, self.dtype)) for weight in weights
+                )
                 part.adapters[name] = PackedLora(a, b)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -239,15 +230,17 @@ class _DecoderLayer:
         qk_norm = None
         if self.q_norm is not None and self.k_norm is not None:
             qk_norm = (self.q_norm, self.k_norm, config.rms_norm_eps)
-        q = rope_and_cache(qkv, cos, sin, kv_cache, metadata.slot_mapping, qk_norm)
+        q = kernels.rope_and_cache(qkv, cos, sin, kv_cache, metadata.slot_mapping, qk_norm)
         scale, window = config.head_dim**-0.5, config.sliding_window
         # [num_tokens, num_heads, head_dim]
-        out = attention(q, kv_cache, metadata, scale, window, batch_invariant=self.batch_invariant)
+        out = kernels.attention(
+            q, kv_cache, metadata, scale, window, batch_invariant=self.batch_invariant
+        )
         return self.o_proj(out.flatten(1), lora)
 
     def feed_forward(self, x: Tensor, lora: LoraRows | None) -> Tensor:
         """down(silu(gate(x)) * up(x)). [num_tokens, hidden] -> [num_tokens, hidden]."""
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x, lora)), lora)
+        return self.down_proj(kernels.silu_and_mul(self.gate_up_proj(x, lora)), lora)
 
     def targets(self) -> Iterator[tuple[str, Tensor]]:
         """(name in transformers, tensor) of each weight."""
@@ -259,10 +252,10 @@ class _DecoderLayer:
         for part in self.linears:
             yield from part.targets()
 
-    def pack(self, weight_bits: int, arena: Arena) -> None:
+    def pack(self, weight_bits: int, arena: kernels.Arena) -> None:
         for part in self.linears:
             assert isinstance(part.weight, Tensor), "packed before"
-            part.weight = pack_linear(part.weight, weight_bits, arena)
+            part.weight = kernels.pack_linear(part.weight, weight_bits, arena)
 
     def weights(self) -> LayerWeights | None:
         """For `kernels.cpu`, after packing; None unless all weights are in its layout."""
@@ -305,7 +298,7 @@ class _Linear:
 
     def __call__(self, x: Tensor, lora: LoraRows | None) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features]."""
-        out = linear(x, self.weight, self.bias, batch_invariant=self.batch_invariant)
+        out = kernels.linear(x, self.weight, self.bias, batch_invariant=self.batch_invariant)
         if lora:
             add_lora(out, x, self.adapters, lora)
         return out

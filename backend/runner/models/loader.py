@@ -1,4 +1,4 @@
-"""From the name of a model to its config and its weights. Knows formats, not architectures."""
+"""Finds a model by its name and reads its config and weights. Knows formats, not architectures."""
 
 import importlib.util
 import json
@@ -24,12 +24,12 @@ def resolve(model: str) -> Path:
     """Find a model.
 
     Args:
-        model: a directory with config.json and safetensors, a .gguf file, or
-            `package:NAME/PATH`, either of these inside an installed Python package.
+        model: A directory with config.json and safetensors; a .gguf file; or
+            `package:NAME/PATH`, one of these inside an installed Python package.
 
     Raises:
-        FileNotFoundError: nothing there; says what is missing and where.
-        ValueError: a file that is not a .gguf, or a malformed `package:`.
+        FileNotFoundError: the model does not exist; the message says what is missing and where.
+        ValueError: the file is not a .gguf file, or `package:` is malformed.
     """
     path = _in_package(model) if model.startswith(_PACKAGE) else Path(model)
     if path.is_dir():
@@ -55,9 +55,8 @@ def load_config(path: Path) -> ModelConfig:
     if path.is_dir():
         hf_config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         return ModelConfig.from_hf(hf_config, _generation_eos_token_ids(path))
-    from tritium.backend.runner.models.gguf_file import (
-        GGUFFile,  # the only one that needs the package gguf
-    )
+    # Imported here, as only a GGUF file needs the package gguf.
+    from tritium.backend.runner.models.gguf_file import GGUFFile
 
     file = GGUFFile(path)
     config = ModelConfig.from_hf(file.hf_config())
@@ -70,8 +69,8 @@ def load_config(path: Path) -> ModelConfig:
 def load_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
     """(name in transformers, tensor on the CPU) of each weight of a model that `resolve` found.
 
-    One at a time, so that the whole checkpoint is never in memory beside the model. The dtype is
-    the file's; a GGUF's quantized tensors come as float32.
+    One at a time, so that the whole checkpoint is never in memory next to the model. The dtype is
+    the file's; a GGUF file's quantized tensors are converted to float32.
 
     Raises:
         FileNotFoundError: a shard that the index names is missing.
@@ -91,7 +90,7 @@ def _in_package(model: str) -> Path:
     name, _, inside = model.removeprefix(_PACKAGE).partition("/")
     if not name.isidentifier() or not inside:
         raise ValueError(f"Model {model!r} is malformed: expected {_PACKAGE}NAME/PATH.")
-    # Found, not imported: a package that carries a model may need others that aren't installed.
+    # Not imported: a package that contains a model may need others that are not installed.
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError(

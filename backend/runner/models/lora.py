@@ -1,6 +1,6 @@
 """LoRA adapters (Hu et al., 2021), several on one model and in one batch, as PEFT stores them.
 
-What PEFT can do beyond plain LoRA is refused where it would change an answer.
+Extensions of plain LoRA that PEFT supports are refused if they would change an answer.
 """
 
 import json
@@ -37,7 +37,7 @@ _NOT_COMPUTED = (
     "use_qalora",
 )
 
-# The tokens of a step that adapters change: name of the adapter -> their rows, [n] int64.
+# Name of an adapter -> the rows of a step's tokens that it changes, [n] int64.
 LoraRows = Mapping[str, Tensor]
 
 
@@ -49,7 +49,7 @@ class LoraWeights(NamedTuple):
 
 
 class PackedLora(NamedTuple):
-    """LoraWeights as `kernels.linear` wants them."""
+    """LoraWeights in the layout of `kernels.linear`."""
 
     a: Tensor | PackedWeight
     b: Tensor | PackedWeight
@@ -70,9 +70,9 @@ def add_lora(
 
 
 def stack(parts: Mapping[str, int], adapter: Mapping[str, LoraWeights]) -> LoraWeights | None:
-    """An adapter's weights for projections whose rows are stacked; None: it changes none of them.
+    """An adapter's weights for stacked projections; None if it changes none of them.
 
-    Where it changes queries and values, but not keys::
+    For an adapter that changes queries and values, but not keys::
 
         a = [ a_q ]     b = [ b_q   0  ]
             [ a_v ]         [  0    0  ]
@@ -80,7 +80,7 @@ def stack(parts: Mapping[str, int], adapter: Mapping[str, LoraWeights]) -> LoraW
 
     Args:
         parts: Name -> out_features of each projection, in the order of stacking.
-        adapter: As `read_adapter` returns it.
+        adapter: From `read_adapter`.
     """
     changed = [adapter[part] for part in parts if part in adapter]
     if not changed:
@@ -102,7 +102,8 @@ def read_adapter(directory: Path, shapes: Mapping[str, tuple[int, int]]) -> dict
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: it is damaged, not supported, or not for this model; says what and why.
+        ValueError: the adapter is damaged, not supported, or not for this model; the message says
+            why.
     """
     config = _read_config(directory / _CONFIG)
     modules = sorted({name.rpartition(".")[2] for name in shapes})
@@ -111,7 +112,7 @@ def read_adapter(directory: Path, shapes: Mapping[str, tuple[int, int]]) -> dict
         raise ValueError(
             f"it targets {', '.join(unknown)}; supported target modules are {', '.join(modules)}"
         )
-    tensors: dict[str, dict[str, Tensor]] = {}  # by module, then A or B
+    tensors: dict[str, dict[str, Tensor]] = {}  # module -> A or B -> weight
     for name, tensor in _read_tensors(directory / _WEIGHTS).items():
         match = _NAME.fullmatch(name)
         if match is None or match["module"] not in shapes:
@@ -142,7 +143,7 @@ def read_adapter(directory: Path, shapes: Mapping[str, tuple[int, int]]) -> dict
 
 
 class _PeftConfig(BaseModel):
-    """The part of PEFT's LoraConfig that says what is computed."""
+    """The part of PEFT's LoraConfig that determines the computation."""
 
     peft_type: Literal["LORA"]
     r: int = Field(ge=1)
@@ -154,7 +155,7 @@ class _PeftConfig(BaseModel):
 
     @property
     def scaling(self) -> float:
-        # With the root: rank-stabilised LoRA (Kalajdzievski, 2023).
+        # The square root: rank-stabilised LoRA (Kalajdzievski, 2023).
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
     @property

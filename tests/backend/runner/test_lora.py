@@ -1,4 +1,4 @@
-"""LoRA adapters against models that have them in their weights: mixed batches, refusals."""
+"""LoRA adapters against models with merged weights: mixed batches, refusals."""
 
 from pathlib import Path
 
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 VOCABULARY = TINY["vocab_size"]
 PROMPTS = [[5], [1, 2, 3], list(range(40)), [7] * 5, [9] * 17, [3, 1, 4, 1, 5, 9, 2, 6], [5]]
-# Two of each, and the longest answer is the base model's: its last steps use no adapter.
+# Two prompts per model. The longest answer is the base model's: its last steps use no adapter.
 LORA = ["first", "second", "first", "", "second", "", ""]
 
 
 class Checkpoint:
-    """A small random model and two adapters, as files and merged into the weights."""
+    """A small random model and two adapters: as files, and merged into the weights."""
 
     def __init__(self, directory: Path, hf_config: PretrainedConfig) -> None:
         hf_model = make_hf_model(hf_config)
@@ -88,7 +88,7 @@ def generate(
 
 
 def expected_answers(checkpoint: Checkpoint) -> list[tuple[list[int], Tensor]]:
-    """Of models that have the adapters in their weights."""
+    """The answers of models with the adapters merged into their weights."""
     config = make_config()
     of_each = {
         name: generate(config, ModelRunner(config, model=model), [""] * len(PROMPTS))
@@ -107,9 +107,9 @@ def assert_same(answers, expected) -> None:
 
 @pytest.mark.parametrize("mode", ["one by one", "overlapped", "graphs"])
 @pytest.mark.parametrize("roomy", [True, False], ids=["roomy", "preempted"])
-def test_a_mixed_batch_answers_as_models_with_merged_weights(checkpoint, roomy, mode):
+def test_a_mixed_batch_equals_models_with_merged_weights(checkpoint, roomy, mode):
     expected = expected_answers(checkpoint)
-    assert expected[0][0] != expected[6][0][:6]  # the same prompt
+    assert expected[0][0] != expected[6][0][:6]  # two models' answers to one prompt
     config = make_config(lora_modules=checkpoint.adapters)
     runner = ModelRunner(config, model=checkpoint.model())
     if not roomy:
@@ -170,7 +170,7 @@ def test_the_operation(dtype, tolerance):
     assert error < tolerance
 
 
-# -- adapters that are refused --
+# -- refused adapters --
 
 
 def refusal(checkpoint: Checkpoint, directory: Path) -> str:
@@ -223,7 +223,7 @@ def test_options_that_are_refused(checkpoint, tmp_path, options, words):
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ".*q_proj", None, ["self_attn.q_proj"]])
-def test_targets_may_be_named_in_other_ways(checkpoint, tmp_path, targets):
+def test_other_forms_of_target_modules(checkpoint, tmp_path, targets):
     write_adapter(tmp_path, checkpoint.config, ("q_proj",), target_modules=targets)
     checkpoint.model().load_adapter("good", tmp_path)
 
@@ -238,7 +238,7 @@ def test_a_missing_or_damaged_file(checkpoint, tmp_path, name):
 
 
 @pytest.mark.parametrize("text", ["[]", '"r"', "{}"])
-def test_a_config_that_is_none(checkpoint, tmp_path, text):
+def test_an_invalid_config(checkpoint, tmp_path, text):
     (write_adapter(tmp_path, checkpoint.config) / "adapter_config.json").write_text(text)
     assert refusal(checkpoint, tmp_path).startswith("adapter_config.json: ")
 

@@ -10,16 +10,18 @@ from transformers import LlamaConfig
 from tests.backend.runner.test_models import TINY, make_hf_model
 from tests.conftest import SMOLLM2
 from tests.helpers import Collector
+from tritium import kernels
 from tritium.backend.config import ConfigError, EngineConfig, SpeculativeConfig
 from tritium.backend.engine.engine import Engine
 from tritium.backend.engine.request import EngineRequest
 from tritium.backend.engine.sequence import ScheduledSequence, Sequence
 from tritium.backend.engine.speculative import NgramProposer
-from tritium.backend.engine.usage import DEFAULT_WEIGHTS, MeasuredStep, Weights
+from tritium.backend.engine.usage import DEFAULT_WEIGHTS, Weights
 from tritium.backend.runner import calibration
+from tritium.backend.runner.calibration import MeasuredStep
 from tritium.backend.runner.cuda_graphs import DecodeGraphs, batch_sizes
 from tritium.backend.runner.model_runner import ModelRunner
-from tritium.backend.runner.models import LlamaModel, ModelConfig, llama
+from tritium.backend.runner.models import LlamaModel, ModelConfig
 from tritium.kernels import cpu
 
 pytestmark = pytest.mark.slow
@@ -41,7 +43,7 @@ def make_config(**changes) -> EngineConfig:
 
 
 def generate(config: EngineConfig, runner: ModelRunner, **sampling) -> list[list[int]]:
-    """Each prompt's answer, of lengths that differ."""
+    """Each prompt's answer; the lengths differ."""
     collector = Collector()
     engine = Engine(config, runner, collector)
     for i, prompt in enumerate(PROMPTS):
@@ -57,7 +59,7 @@ def generate(config: EngineConfig, runner: ModelRunner, **sampling) -> list[list
 
 
 def small_pool(runner: ModelRunner) -> int:
-    """Bytes for a pool that must preempt: PROMPTS and their answers take 14 blocks."""
+    """Bytes of a pool that causes preemptions: all PROMPTS and answers need 14 blocks."""
     return 6 * runner.block_bytes
 
 
@@ -89,7 +91,7 @@ def test_overlapped_steps_give_the_same_tokens(model, roomy, sampling):
 @SAMPLING
 @pytest.mark.parametrize("roomy", [True, False], ids=["roomy", "preempted"])
 def test_drafts_give_the_same_tokens(model, roomy, sampling, monkeypatch):
-    """Right and wrong drafts, by a proposer that knows the answers."""
+    """Right and wrong drafts, from a proposer that knows the answers."""
     runner = ModelRunner(make_config(), model=model)
     expected = generate(make_config(), runner, **sampling)
 
@@ -103,7 +105,7 @@ def test_drafts_give_the_same_tokens(model, roomy, sampling, monkeypatch):
     changes = {} if roomy else {"kv_cache_memory": small_pool(runner)}
     config = make_config(
         speculative_config=SpeculativeConfig(),
-        max_num_batched_tokens=44,  # drafts beside prompts, too
+        max_num_batched_tokens=44,  # steps with drafts and prompts, too
         **changes,
     )
     runner = ModelRunner(config, model=model)
@@ -113,7 +115,7 @@ def test_drafts_give_the_same_tokens(model, roomy, sampling, monkeypatch):
 @SAMPLING
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_steps_without_memory_give_the_same_tokens(model, overlaps, sampling, monkeypatch):
-    """Where steps overlap, what the one before sampled is still there for the second try."""
+    """With overlapping steps, the second attempt still finds the previous step's tokens."""
     runner = ModelRunner(make_config(), model=model)
     runner.overlaps = overlaps
     expected = generate(make_config(), runner, **sampling)
@@ -139,7 +141,7 @@ def test_other_errors_of_a_step_are_not_out_of_memory(model, monkeypatch):
 
 
 class FakeGraphs(DecodeGraphs):
-    """Replays by computing anew: with the addresses of the capture, as a CUDA graph does."""
+    """Replays by a new forward pass with the addresses of the capture, like a CUDA graph."""
 
     def _capture(self, size: int) -> tuple[Callable[[], None], Tensor]:
         hidden = self._forward(size)
@@ -211,18 +213,18 @@ def test_batch_invariance_is_refused_where_pytorch_computes(model):
         ModelRunner(make_config(batch_invariant=True), model=model)
 
 
-def test_the_model_asks_each_operation_for_batch_invariance(model, monkeypatch):
-    """It does nothing on CPU: this is about who is asked."""
+def test_the_model_passes_batch_invariant_to_each_operation(model, monkeypatch):
+    """On a CPU the argument has no effect; this tests that it is passed."""
     asked = []
 
     def record(name: str) -> None:
-        function = getattr(llama, name)
+        function = getattr(kernels, name)
 
         def recorded(*args, **options):
             asked.append((name, options["batch_invariant"]))
             return function(*args, **options)
 
-        monkeypatch.setattr(llama, name, recorded)
+        monkeypatch.setattr(kernels, name, recorded)
 
     record("linear")
     record("attention")
@@ -235,7 +237,7 @@ def test_the_model_asks_each_operation_for_batch_invariance(model, monkeypatch):
         ModelRunner(make_config(max_num_batched_tokens=8), model=model)
         one_step = [("linear", batch_invariant), ("attention", batch_invariant)]
         assert set(asked) == set(one_step)
-        # Of each step: four products a layer and the logits; attention a layer.
+        # Per step: four products per layer and the logits; one attention per layer.
         assert len(asked) % (4 * 2 + 1 + 2) == 0
 
 
@@ -257,7 +259,7 @@ def test_share_of_the_free_memory(model, monkeypatch):
 
 @torch.inference_mode()
 def prompt_logprobs(model: LlamaModel, prompt: list[int]) -> Tensor:
-    """[len(prompt) - 1, vocab]: of each prompt token but the first, all in one pass."""
+    """[len(prompt) - 1, vocab]: for each prompt token but the first, in one pass."""
     runner = ModelRunner(make_config(max_num_batched_tokens=64), model=model)
     sequence = Sequence(EngineRequest(0, prompt, 1))
     sequence.block_table = list(range(-(-len(prompt) // 16)))
@@ -269,7 +271,7 @@ def prompt_logprobs(model: LlamaModel, prompt: list[int]) -> Tensor:
 @pytest.mark.parametrize("prompt", PROMPTS, ids=len)
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_prompt_logprobs(model, overlaps, prompt):
-    """Also of a prompt in chunks, beside others, and with its prefix in the cache."""
+    """Also for a prompt in chunks, in a batch with others, and with its prefix in the cache."""
     config = make_config(prefix_cache="on")
     runner = ModelRunner(config, model=model)
     runner.overlaps = overlaps
@@ -311,7 +313,7 @@ def test_weights_are_measured_on_the_model(model, monkeypatch):
     assert all(step.duration > 0 for step in seen)
     assert MeasuredStep(8, 8, 8, seen[1].duration) == seen[1]
     assert max(step.num_tokens for step in seen) <= min(128, positions)
-    assert generate(config, runner) == expected  # what it left in the cache is not found
+    assert generate(config, runner) == expected  # the measurement's blocks are not reused
 
     monkeypatch.setattr(calibration, "fit", lambda steps: None)
     assert calibration.measure_weights(runner, 8, 128) == DEFAULT_WEIGHTS

@@ -75,7 +75,7 @@ FAMILY = {
 
 
 def make_hf_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """Random in every weight: transformers leaves biases 0 and norms 1, which hides errors."""
+    """All weights random: transformers leaves biases 0 and norms 1, which hides errors."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
@@ -84,7 +84,7 @@ def make_hf_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 
 def make_metadata(chunks: list[tuple[int, int]], tables: list[list[int]]) -> AttentionMetadata:
-    """chunks: (context_len, query_len) of each sequence, those with query_len 1 first."""
+    """chunks: (context_len, query_len) of each sequence; query_len 1 comes first."""
     seq_lens = [context + query for context, query in chunks]
     starts = [0]
     for _, query in chunks:
@@ -106,7 +106,7 @@ def make_metadata(chunks: list[tuple[int, int]], tables: list[list[int]]) -> Att
 
 
 class PagedRun:
-    """A model's cache and two sequences in it, their block tables scrambled."""
+    """A model's cache and two sequences in it, with shuffled block tables."""
 
     def __init__(self, model: LlamaModel, max_blocks: int = 10) -> None:
         config = model.config
@@ -119,7 +119,7 @@ class PagedRun:
 
     @torch.inference_mode()
     def step(self, tokens: dict[int, list[int]]) -> dict[int, torch.Tensor]:
-        """Sequence -> its next tokens; returns the logits [query_len, vocab] of each sequence."""
+        """Compute each sequence's next tokens; returns its logits [query_len, vocab]."""
         sequences = sorted(tokens, key=lambda i: len(tokens[i]) > 1)
         chunks = [(self.num_computed[i], len(tokens[i])) for i in sequences]
         hidden = self.model.forward(
@@ -201,7 +201,7 @@ def test_smollm2_gguf_generates_as_transformers_does() -> None:
         tokens = [int(run.step({0: tokens})[0][-1].argmax())]
         generated += tokens
 
-    # The oracle reads the file by its own means; only the shape of its modules comes from ours.
+    # The oracle reads the file with its own code; only the shape of its modules comes from ours.
     path = resolve(SMOLLM2)
     with no_init_weights():
         hf_model = AutoModelForCausalLM.from_config(GGUFFile(path).hf_config()).eval()
@@ -209,7 +209,7 @@ def test_smollm2_gguf_generates_as_transformers_does() -> None:
     hf_model.load_state_dict(parsed["tensors"], strict=False)
     hf_model.tie_weights()
     assert model.config == ModelConfig.from_hf(LlamaConfig(**parsed["config"]))
-    # It would choose each token that we chose, given those before it: that is its greedy text.
+    # It chooses each of our tokens, given the ones before it. So this is its greedy text.
     logits = hf_model(torch.tensor([prompt + generated])).logits[0, len(prompt) - 1 : -1]
     assert generated == logits.argmax(-1).tolist()
 
@@ -334,7 +334,7 @@ def test_gguf_metadata_that_would_be_computed_wrongly_is_refused(tmp_path: Path)
             load_config(path)
 
 
-# -- what is refused --
+# -- refusals --
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(saved: Path, tmp_path: Path) -> Path:
-    """A tied model's directory, to be broken."""
+    """The directory of a model with tied embeddings, for a test to change."""
     return shutil.copytree(saved, tmp_path / "model")
 
 
