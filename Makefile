@@ -64,7 +64,7 @@ serve: setup ## Triton Server with SmolLM2, on HTTP_PORT, GRPC_PORT, METRICS_POR
 
 # -- gates --
 
-test: setup clients ## all tests, through a real Triton Server (about half an hour on 2 cores)
+test: setup clients ## all tests, through a real Triton Server (20 minutes on 2 cores)
 ifeq ($(ARGS),)
 	@rm -f .coverage*
 	$(PY) -m coverage run -m pytest
