@@ -14,11 +14,11 @@ import time
 from tritium.backend.engine.request import EngineRequest
 from tritium.backend.engine.sequence import ScheduledSequence, Sequence
 from tritium.backend.engine.usage import BusyTime
-from tritium.backend.runner.models import ModelConfig
+from tritium.backend.runner.models import read_model_config
 from tritium.benchmarks.models import LLAMA_3_1_8B
 from tritium.benchmarks.roofline import H200, Step, step_seconds
 
-LLAMA = ModelConfig.from_hf(LLAMA_3_1_8B())
+LLAMA = read_model_config(LLAMA_3_1_8B())
 CONTEXT, ROUNDS = 1024, 2000
 
 

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from tritium.backend.config import EngineConfig
 from tritium.backend.engine.engine import Engine
 from tritium.backend.runner.model_runner import ModelRunner
-from tritium.backend.runner.models import ModelConfig
+from tritium.backend.runner.models import read_model_config
 from tritium.benchmarks.batches import BLOCK_SIZE
 from tritium.benchmarks.engine_runs import Meter, Work, generate, make_engine, random_work
 from tritium.benchmarks.models import SMALL, MakeConfig, our_model, transformers_model
@@ -61,7 +61,7 @@ def small_cache(hf_config: PretrainedConfig, work: list[Work]) -> int:
 
     The first sequence has the longest prompt; the others get the few blocks that it leaves.
     """
-    config = ModelConfig.from_hf(hf_config)
+    config = read_model_config(hf_config)
     num_blocks = (len(work[0].prompt) + work[0].num_output_tokens) // BLOCK_SIZE + 2
     sizes = (BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.float32)
     return num_blocks * config.num_layers * KVCache.block_bytes(*sizes)

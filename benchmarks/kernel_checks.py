@@ -112,7 +112,7 @@ def check_rope(
     written = slots >= 0
     qkv = random(device, num_tokens, num_heads + 2 * num_kv_heads, head_dim)
     angles = torch.rand(num_tokens, head_dim // 2, device=device) * 1000
-    q_weight, k_weight = (1 + random(device, head_dim) / 8 for _ in range(2))
+    q_weight, k_weight = 1 + torch.randn(2, head_dim, device=device) / 8
     kv_cache = KVCache.empty(4, BLOCK_SIZE, num_kv_heads, head_dim, cache_dtype, device)
     q, k, v = qkv.double().split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     if norm:
@@ -186,18 +186,19 @@ def elementwise_checks(setup: Setup) -> Iterator[Case]:
         yield Case(f"rms_norm, {size}", partial(check_rms_norm, setup.device, size))
         yield Case(f"add_rms_norm, {size}", partial(check_add_rms_norm, setup.device, size))
     for size in (1000, 1536, 3072, 14336):
-        yield Case(f"silu_and_mul, {size}", partial(check_silu_and_mul, setup.device, size))
+        yield Case(f"activate, {size}", partial(check_activate, setup.device, size))
 
 
 def check_rms_norm(device: torch.device, size: int) -> dict[str, Any]:
-    x, weight = random(device, 300, size), random(device, size)
+    x, weight = random(device, 300, size), torch.randn(size, device=device)
     with poisoned_memory():
         out = kernels.rms_norm(x, weight, 1e-5)
     return compared(out, rms_norm(x.double(), weight.double(), 1e-5), BOUNDS[x.dtype])
 
 
 def check_add_rms_norm(device: torch.device, size: int) -> dict[str, Any]:
-    x, residual, weight = (random(device, *shape) for shape in ((300, size), (300, size), (size,)))
+    x, residual = random(device, 300, size), random(device, 300, size)
+    weight = torch.randn(size, device=device)
     total = x.double() + residual.double()
     with poisoned_memory():
         out, residual = kernels.add_rms_norm(x, residual, weight, 1e-5)
@@ -208,11 +209,11 @@ def check_add_rms_norm(device: torch.device, size: int) -> dict[str, Any]:
     return max(results, key=lambda result: result["error"])
 
 
-def check_silu_and_mul(device: torch.device, size: int) -> dict[str, Any]:
+def check_activate(device: torch.device, size: int) -> dict[str, Any]:
     gate_up = random(device, 300, 2 * size)
     gate, up = gate_up.double().chunk(2, dim=-1)
     with poisoned_memory():
-        out = kernels.silu_and_mul(gate_up)
+        out = kernels.activate(gate_up, "silu")
     return compared(out, F.silu(gate) * up, BOUNDS[gate_up.dtype])
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from tritium.backend.runner.models import LlamaModel, ModelConfig
+from tritium.backend.runner.models import DecoderModel, read_model_config
 
 # Functions that return a config; arguments change its sizes.
 MakeConfig = Callable[..., PretrainedConfig]
@@ -86,9 +86,9 @@ def our_model(
     dtype: torch.dtype,
     device: torch.device,
     batch_invariant: bool = False,
-) -> LlamaModel:
+) -> DecoderModel:
     weights = random_weights(config, dtype, device)
-    return LlamaModel(ModelConfig.from_hf(config), weights, dtype, device, batch_invariant)
+    return DecoderModel(read_model_config(config), weights, dtype, device, batch_invariant)
 
 
 def transformers_model(

@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tritium.backend.runner.models import ModelConfig
+from tritium.backend.runner.models import ModelConfig, read_model_config
 from tritium.benchmarks.models import MODELS
 
 BYTES = 2  # bytes per number: bfloat16 weights, activations and KV cache
@@ -177,7 +177,7 @@ def report(context: int, machine: Machine) -> Iterator[str]:
         f"{machine.flops_per_second / 1e12:g} TFLOP/s in bfloat16."
     )
     for name, hf_config in MODELS.items():
-        config = ModelConfig.from_hf(hf_config())
+        config = read_model_config(hf_config())
         decode = {f"batch {batch}": Step(batch, 1, context) for batch in DECODE_BATCHES}
         prefill = {f"{length} tokens": Step(1, length, length) for length in PREFILL_LENGTHS}
         yield f"**{name}, decode**, {context} tokens of context per sequence:"

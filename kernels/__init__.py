@@ -19,6 +19,7 @@ __all__ = [
     "KVCache",
     "PackedWeight",
     "SamplingTensors",
+    "activate",
     "add_bias",
     "add_rms_norm",
     "apply_mask",
@@ -30,7 +31,6 @@ __all__ = [
     "rms_norm",
     "rope_and_cache",
     "sample",
-    "silu_and_mul",
 ]
 
 bind_threads = cpu.bind_threads
@@ -81,7 +81,7 @@ def linear(
 
 def rms_norm(
     x: Tensor,  # [n, size]
-    weight: Tensor,  # [size]
+    weight: Tensor,  # [size] float32
     eps: float,
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight of each row (Zhang & Sennrich, 2019). [n, size]"""
@@ -97,7 +97,7 @@ def rms_norm(
 def add_rms_norm(
     x: Tensor,  # [n, size]
     residual: Tensor,  # [n, size]
-    weight: Tensor,  # [size]
+    weight: Tensor,  # [size] float32
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(residual + x), residual + x); the sum overwrites `residual`."""
@@ -110,17 +110,24 @@ def add_rms_norm(
     return reference.add_rms_norm(x, residual, weight, eps)
 
 
-def silu_and_mul(
-    gate_up: Tensor,  # [n, 2 * size], the gate first
+def activate(
+    x: Tensor,  # [n, 2 * size], the gate first; [n, size] if not gated
+    activation: str,
+    is_gated: bool = True,
 ) -> Tensor:
-    """silu(gate) * up (SwiGLU; Shazeer, 2020). [n, size]"""
-    if gate_up.is_cuda:
-        from tritium.kernels.cuda.activation import silu_and_mul as on_cuda
+    """activation(gate) * up (Shazeer, 2020), or activation(x). [n, size]
 
-        return on_cuda(gate_up)
-    if cpu.supports_rows(gate_up):
-        return cpu.silu_and_mul(gate_up)
-    return reference.silu_and_mul(gate_up)
+    Args:
+        activation: silu: x * sigmoid(x); gelu_tanh: the approximation of GELU by tanh (Hendrycks &
+            Gimpel, 2016); relu2: max(x, 0)^2 (So et al., 2021).
+    """
+    if x.is_cuda:
+        from tritium.kernels.cuda.activation import activate as on_cuda
+
+        return on_cuda(x, activation, is_gated)
+    if cpu.supports_rows(x):
+        return cpu.activate(x, activation, is_gated)
+    return reference.activate(x, activation, is_gated)
 
 
 def attention(
@@ -146,8 +153,8 @@ def attention(
     Returns:
         [num_tokens, num_heads, head_dim], the dtype of `q`.
     """
-    if cpu.supports_attention(q, kv_cache, soft_cap):
-        return cpu.attention(q, kv_cache, metadata, scale, sliding_window)
+    if cpu.supports_attention(q, kv_cache):
+        return cpu.attention(q, kv_cache, metadata, scale, sliding_window, soft_cap)
     if not q.is_cuda:
         return reference.attention(q, kv_cache, metadata, scale, sliding_window, soft_cap)
     if metadata.max_query_len == 1 and not batch_invariant:
@@ -172,8 +179,9 @@ def rope_and_cache(
     `qkv` may be overwritten. A token whose slot is -1 is padding and is not written.
 
     Args:
-        qk_norm: An RMS norm of each query and key before the rotation (Qwen3, 2025): (weight of
-            queries [head_dim], weight of keys [head_dim], epsilon).
+        qk_norm: An RMS norm of queries and keys before the rotation: (weight of queries, weight of
+            keys, epsilon), float32. Weights [head_dim] normalise each head (Qwen3, 2025); weights
+            [num_heads * head_dim] and [num_kv_heads * head_dim] all heads as one (OLMo 2, 2024).
 
     Returns:
         The rotated queries, [num_tokens, num_heads, head_dim], the dtype of `qkv`.

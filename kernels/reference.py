@@ -4,7 +4,8 @@ It runs on a CPU where the C functions of `kernels/cpu` do not support the tenso
 compare with it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -88,7 +89,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich, 2019)."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -97,10 +98,19 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(residual, weight, eps), residual
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up (SwiGLU; Shazeer, 2020). [n, 2 * size] (gate first) -> [n, size]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def activate(x: Tensor, activation: str, is_gated: bool) -> Tensor:
+    """See `kernels.activate`."""
+    if not is_gated:
+        return _ACTIVATIONS[activation](x)
+    gate, up = x.chunk(2, dim=-1)
+    return _ACTIVATIONS[activation](gate) * up
 
 
 def rope_and_cache(
@@ -118,7 +128,11 @@ def rope_and_cache(
     if qk_norm is not None:
         q, k = rotated[:, :-num_kv_heads], rotated[:, -num_kv_heads:]
         q_weight, k_weight, eps = qk_norm
-        rotated = torch.cat((rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)), dim=1)
+        normed = [
+            rms_norm(x.reshape(len(x), -1, weight.numel()), weight, eps).view(x.shape)
+            for x, weight in ((q, q_weight), (k, k_weight))
+        ]
+        rotated = torch.cat(normed, dim=1)
     x1, x2 = rotated.chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     rotated = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(qkv.dtype)

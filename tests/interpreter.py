@@ -58,6 +58,17 @@ def dot_of_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tl_interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
+def activated(x: Tensor, activation: str, is_gated: bool) -> Tensor:
+    """See `kernels.activate`, by its definition."""
+    gate, up = x.chunk(2, dim=-1) if is_gated else (x, torch.ones_like(x))
+    if activation == "relu2":
+        return gate.clamp(min=0).square() * up
+    if activation == "gelu_tanh":
+        tanh = torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))
+        return gate * (1 + tanh) / 2 * up
+    return gate / (1 + (-gate).exp()) * up
+
+
 def error(out: Tensor, expected: Tensor) -> float:
     """||out - expected|| / ||expected|| of the row with the largest error."""
     difference = (out.double() - expected).norm(dim=-1)

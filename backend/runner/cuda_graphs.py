@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tritium.backend.runner.models import LlamaModel
+from tritium.backend.runner.models import DecoderModel
 from tritium.kernels import AttentionMetadata, KVCache
 
 _NO_SLOT = -1  # the slot of padding, which is not written
@@ -25,7 +25,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: DecoderModel,
         kv_caches: Sequence[KVCache],
         block_size: int,
         max_num_seqs: int,
@@ -49,7 +49,7 @@ class DecodeGraphs:
         self._graphs = {size: self._capture(size) for size in reversed(self._sizes)}
 
     def run(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Like `LlamaModel.forward`. The next run overwrites the result."""
+        """Like `DecoderModel.forward`. The next run overwrites the result."""
         num_seqs = len(input_ids)
         size = next(size for size in self._sizes if size >= num_seqs)
         self._input_ids[:num_seqs].copy_(input_ids)

@@ -16,7 +16,7 @@ from tritium.backend.engine.request import EngineRequest, SampledToken
 from tritium.backend.engine.sequence import ScheduledSequence, Sequence
 from tritium.backend.errors import OutOfMemory
 from tritium.backend.runner.cuda_graphs import DecodeGraphs
-from tritium.backend.runner.models import LlamaModel, load_model
+from tritium.backend.runner.models import DecoderModel, load_model
 from tritium.backend.runner.sampler import Sampled, Sampler, grammar_masks, score
 from tritium.kernels import AttentionMetadata, KVCache, bind_threads, cpu
 
@@ -48,7 +48,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self, config: EngineConfig, device_id: int = 0, model: LlamaModel | None = None
+        self, config: EngineConfig, device_id: int = 0, model: DecoderModel | None = None
     ) -> None:
         self.device = model.device if model else _choose_device(config, device_id)
         self.overlaps = self.device.type == "cuda"
@@ -67,9 +67,11 @@ class ModelRunner:
             working_memory = self._warm_up(config)
             self.num_blocks = self._count_blocks(config, working_memory)
             self.kv_caches = self._allocate(self.num_blocks)
+            longest = config.max_model_len or self.model.config.max_position_embeddings
+            longest = min(longest, self.num_blocks * self.block_size)
+            self.model.set_num_positions(longest)
             if self.overlaps and config.cuda_graphs:
-                longest = config.max_model_len or self.model.config.max_position_embeddings
-                limits = config.max_num_seqs, min(longest, self.num_blocks * self.block_size)
+                limits = config.max_num_seqs, longest
                 self._graphs = DecodeGraphs(self.model, self.kv_caches, self.block_size, *limits)
 
     @property
@@ -254,6 +256,7 @@ class ModelRunner:
             The most bytes that a step needs besides weights and KV cache; 0 on a CPU.
         """
         max_tokens = min(config.max_num_batched_tokens, self.model.config.max_position_embeddings)
+        self.model.set_num_positions(max_tokens)
         self.kv_caches = self._allocate(-(-max_tokens // self.block_size))
         if self.device.type == "cuda":
             before = torch.cuda.memory_allocated(self.device)
@@ -317,7 +320,7 @@ def _choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def _load_model(config: EngineConfig, device: torch.device) -> LlamaModel:
+def _load_model(config: EngineConfig, device: torch.device) -> DecoderModel:
     bits = _WEIGHT_BITS[config.quantization]
     dtype = _choose_dtype(config, device)
     if bits < 16 and (device.type != "cpu" or dtype != torch.bfloat16):
@@ -325,10 +328,12 @@ def _load_model(config: EngineConfig, device: torch.device) -> LlamaModel:
             f"config.pbtxt: parameter 'quantization' can't be '{config.quantization}': it is for "
             f"bfloat16 on CPU, not {str(dtype).removeprefix('torch.')} on {device.type}"
         )
-    return load_model(config.model, dtype, device, config.batch_invariant, bits)
+    return load_model(
+        config.model, dtype, device, config.batch_invariant, bits, config.max_model_len
+    )
 
 
-def _check_batch_invariance(model: LlamaModel, kv_cache: KVCache) -> None:
+def _check_batch_invariance(model: DecoderModel, kv_cache: KVCache) -> None:
     if not model.is_batch_invariant(kv_cache):
         dtype = str(model.dtype).removeprefix("torch.")
         raise ConfigError(
@@ -339,7 +344,7 @@ def _check_batch_invariance(model: LlamaModel, kv_cache: KVCache) -> None:
         )
 
 
-def _load_adapters(model: LlamaModel, config: EngineConfig) -> None:
+def _load_adapters(model: DecoderModel, config: EngineConfig) -> None:
     for name, directory in config.lora_modules.items():
         try:
             model.load_adapter(name, Path(directory))

@@ -13,15 +13,15 @@ supports; for all others the PyTorch twins of `reference.py` run.
 """
 
 from tritium.kernels.cpu.build import is_available, library
-from tritium.kernels.cpu.decoder import Decoder, LayerWeights
+from tritium.kernels.cpu.decoder import Decoder, LayerWeights, Shape
 from tritium.kernels.cpu.operations import (
+    activate,
     attention,
     bind_threads,
     linear,
     rms_norm,
     rope_and_cache,
     sample,
-    silu_and_mul,
 )
 from tritium.kernels.cpu.support import (
     supports_attention,
@@ -37,6 +37,8 @@ __all__ = [
     "Decoder",
     "LayerWeights",
     "PackedWeight",
+    "Shape",
+    "activate",
     "attention",
     "bind_threads",
     "is_available",
@@ -46,7 +48,6 @@ __all__ = [
     "rms_norm",
     "rope_and_cache",
     "sample",
-    "silu_and_mul",
     "supports_attention",
     "supports_cache",
     "supports_packing",

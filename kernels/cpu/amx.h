@@ -211,13 +211,24 @@ void linear(const bf16 *x, const struct weight *weight, const bf16 *bias, void *
 
 /* -- activation -- */
 
-static void silu_and_mul_row(const bf16 *gate, const bf16 *up, bf16 *out, int64_t size)
+/* activation(gate) * up; `up` of NULL: 1. With t(g) = 1.5957691 g + 0.0713548 g^3, g / (1 + e^-t) is
+ * GELU's approximation by tanh (Hendrycks & Gimpel, 2016); with t(g) = g it is SiLU. */
+static void activate_row(const bf16 *gate, const bf16 *up, bf16 *out, int64_t size, int activation)
 {
     for (int64_t i = 0; i < size; i += 16) {
-        const __m512 g = load16(gate + i), one = _mm512_set1_ps(1);
-        const __m512 e = exp16(_mm512_sub_ps(_mm512_setzero_ps(), g));
-        const __m512 silu = _mm512_div_ps(g, _mm512_add_ps(one, e));
-        store16(out + i, _mm512_mul_ps(silu, load16(up + i)));
+        const __m512 g = load16(gate + i), one = _mm512_set1_ps(1), zero = _mm512_setzero_ps();
+        __m512 y;
+        if (activation == RELU2) {
+            const __m512 positive = _mm512_max_ps(zero, g); /* NaN stays */
+            y = _mm512_mul_ps(positive, positive);
+        } else {
+            const __m512 slope = _mm512_fmadd_ps(_mm512_mul_ps(g, g), _mm512_set1_ps(0.0713548162726f),
+                                                 _mm512_set1_ps(1.595769121606f));
+            const __m512 t = activation == GELU_TANH ? _mm512_mul_ps(g, slope) : g;
+            const __m512 e = exp16(_mm512_min_ps(_mm512_sub_ps(zero, t), _mm512_set1_ps(88)));
+            y = _mm512_div_ps(g, _mm512_add_ps(one, e));
+        }
+        store16(out + i, up ? _mm512_mul_ps(y, load16(up + i)) : y);
     }
 }
 
@@ -231,6 +242,15 @@ static void begin_attention(void)
 static void end_attention(void)
 {
     _tile_release();
+}
+
+/* cap * tanh(x / cap) */
+static __m512 cap16(__m512 x, float cap)
+{
+    const __m512 doubled = _mm512_mul_ps(x, _mm512_set1_ps(2 / cap));
+    const __m512 e = exp16(_mm512_min_ps(doubled, _mm512_set1_ps(88)));
+    const __m512 part = _mm512_div_ps(_mm512_set1_ps(2 * cap), _mm512_add_ps(e, _mm512_set1_ps(1)));
+    return _mm512_sub_ps(_mm512_set1_ps(cap), part);
 }
 
 /* The processor's own prefetcher misses rows that are not adjacent. */
@@ -309,8 +329,11 @@ static void attend(const struct attention *s, int64_t seq, int64_t kv_head, int6
             const __m512i behind = _mm512_sub_epi32(last, _mm512_set1_epi32(key + i));
             const __mmask16 seen = _mm512_cmpge_epi32_mask(behind, _mm512_setzero_si512())
                 & _mm512_cmplt_epi32_mask(behind, window);
-            const __m512 score = _mm512_mask_mul_ps(_mm512_set1_ps(NEVER), seen,
-                _mm512_load_ps(scores + i * ROWS), _mm512_set1_ps(s->scale));
+            __m512 scaled = _mm512_mul_ps(_mm512_load_ps(scores + i * ROWS),
+                                          _mm512_set1_ps(s->scale));
+            if (s->soft_cap > 0)
+                scaled = cap16(scaled, s->soft_cap);
+            const __m512 score = _mm512_mask_mov_ps(_mm512_set1_ps(NEVER), seen, scaled);
             _mm512_store_ps(scores + i * ROWS, score);
             largest = _mm512_max_ps(largest, score);
         }

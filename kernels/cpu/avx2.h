@@ -317,13 +317,23 @@ void linear(const bf16 *x, const struct weight *weight, const bf16 *bias, void *
 
 /* -- activation -- */
 
-static void silu_and_mul_row(const bf16 *gate, const bf16 *up, bf16 *out, int64_t size)
+/* activation(gate) * up; `up` of NULL: 1. With t(g) = 1.5957691 g + 0.0713548 g^3, g / (1 + e^-t) is
+ * GELU's approximation by tanh (Hendrycks & Gimpel, 2016); with t(g) = g it is SiLU. */
+static void activate_row(const bf16 *gate, const bf16 *up, bf16 *out, int64_t size, int activation)
 {
     for (int64_t i = 0; i < size; i += WIDTH) {
-        const __m256 g = load8(gate + i), one = _mm256_set1_ps(1);
-        const __m256 e = exp8(_mm256_sub_ps(_mm256_setzero_ps(), g));
-        const __m256 silu = _mm256_div_ps(g, _mm256_add_ps(one, e));
-        store8(out + i, _mm256_mul_ps(silu, load8(up + i)));
+        const __m256 g = load8(gate + i), one = _mm256_set1_ps(1), zero = _mm256_setzero_ps();
+        __m256 y;
+        if (activation == RELU2) {
+            const __m256 positive = _mm256_max_ps(zero, g); /* NaN stays */
+            y = _mm256_mul_ps(positive, positive);
+        } else {
+            const __m256 slope = _mm256_fmadd_ps(_mm256_mul_ps(g, g), _mm256_set1_ps(0.0713548162726f),
+                                                 _mm256_set1_ps(1.595769121606f));
+            const __m256 t = activation == GELU_TANH ? _mm256_mul_ps(g, slope) : g;
+            y = _mm256_div_ps(g, _mm256_add_ps(one, exp8(_mm256_sub_ps(zero, t))));
+        }
+        store8(out + i, up ? _mm256_mul_ps(y, load8(up + i)) : y);
     }
 }
 
@@ -338,6 +348,14 @@ INLINE void fetch(const bf16 *keys, int64_t token_size, int64_t dim)
     for (int j = 0; j < KEYS_AT_ONCE; j++)
         for (int64_t i = 0; i < dim; i += PAIRS)
             _mm_prefetch((const char *)(keys + j * token_size + i), _MM_HINT_T0);
+}
+
+/* cap * tanh(x / cap) */
+INLINE __m256 cap8(__m256 x, float cap)
+{
+    const __m256 e = exp8(_mm256_mul_ps(x, _mm256_set1_ps(2 / cap)));
+    const __m256 part = _mm256_div_ps(_mm256_set1_ps(2 * cap), _mm256_add_ps(e, _mm256_set1_ps(1)));
+    return _mm256_sub_ps(_mm256_set1_ps(cap), part);
 }
 
 /* Scores of 4 keys from `k` on with `halves` x 8 columns of queries, [dim, 16]. */
@@ -452,7 +470,10 @@ static void attend(const struct attention *s, int64_t seq, int64_t kv_head, int6
                 _mm256_cmpgt_epi32(_mm256_setzero_si256(), behind),
                 _mm256_cmpgt_epi32(window, behind));
             float *at = scores + j * ROWS + half * WIDTH;
-            const __m256 masked = _mm256_blendv_ps(_mm256_set1_ps(NEVER), _mm256_load_ps(at),
+            __m256 scaled = _mm256_load_ps(at);
+            if (s->soft_cap > 0)
+                scaled = cap8(scaled, s->soft_cap);
+            const __m256 masked = _mm256_blendv_ps(_mm256_set1_ps(NEVER), scaled,
                                                    _mm256_castsi256_ps(sees));
             _mm256_store_ps(at, masked);
             largest[half] = _mm256_max_ps(largest[half], masked);

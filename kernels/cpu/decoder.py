@@ -1,4 +1,4 @@
-"""All layers of a Llama in one call of C. Knows the order of the operations, not how they work."""
+"""All layers of a model in one call of C. Knows the order of the operations, not how they work."""
 
 import ctypes
 from collections.abc import Sequence
@@ -9,23 +9,42 @@ from torch import Tensor
 
 from tritium.kernels.cpu import build
 from tritium.kernels.cpu.operations import attention_arguments, keys_and_values
-from tritium.kernels.cpu.structs import DecoderArguments, Layer, Linear, pointer
+from tritium.kernels.cpu.structs import ACTIVATIONS, DecoderArguments, Layer, Linear, pointer
 from tritium.kernels.cpu.support import supports_attention, supports_rows
 from tritium.kernels.cpu.weights import PackedWeight
 from tritium.kernels.metadata import AttentionMetadata, KVCache
 
 
 class LayerWeights(NamedTuple):
-    """The weights of one decoder layer. Each pair is a weight and its bias."""
+    """One decoder layer. Each pair is a weight and its bias; a norm of None is absent."""
 
-    input_norm: Tensor  # [hidden]
-    post_attention_norm: Tensor  # [hidden]
-    q_norm: Tensor | None  # [head_dim]
-    k_norm: Tensor | None  # [head_dim]
+    attention_norm: Tensor | None  # [hidden]
+    attention_out_norm: Tensor | None  # [hidden]
+    mlp_norm: Tensor | None  # [hidden]
+    mlp_out_norm: Tensor | None  # [hidden]
+    q_norm: Tensor | None  # [head_dim] or [num_heads * head_dim]
+    k_norm: Tensor | None  # [head_dim] or [num_kv_heads * head_dim]
     qkv: tuple[PackedWeight, Tensor | None]
     o: tuple[PackedWeight, Tensor | None]
     gate_up: tuple[PackedWeight, Tensor | None]
     down: tuple[PackedWeight, Tensor | None]
+    window: int | None  # keys that a token sees, its own included; None: all
+    rope: int  # which cos and sin
+
+
+class Shape(NamedTuple):
+    """What all layers have in common."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate: int
+    eps: float
+    scale: float  # of the scores
+    soft_cap: float  # of the scores; 0: none
+    multiplier: float  # of what a block adds to the residual stream
+    activation: str
+    is_gated: bool
 
 
 class Decoder:
@@ -35,56 +54,63 @@ class Decoder:
         norm: The weight of the norm after the last layer, [hidden].
     """
 
-    def __init__(self, layers: Sequence[LayerWeights], norm: Tensor, eps: float) -> None:
+    def __init__(self, layers: Sequence[LayerWeights], norm: Tensor, shape: Shape) -> None:
         self._weights = layers, norm  # the structs below point into them
-        self._eps = eps
+        self._shape = shape
         self._layers = (Layer * len(layers))()
         for struct, layer in zip(self._layers, layers, strict=True):
             for name, value in layer._asdict().items():
                 if isinstance(value, tuple):
                     weight, bias = value
                     setattr(struct, name, Linear(weight.struct(), pointer(bias)))
+                elif isinstance(value, Tensor):
+                    setattr(struct, name, value.data_ptr())
                 else:
-                    setattr(struct, name, pointer(value))
+                    setattr(struct, name, value or 0)
 
     @classmethod
     def of(
-        cls, layers: Sequence[LayerWeights | None], norm: Tensor, eps: float
+        cls,
+        layers: Sequence[LayerWeights | None],
+        norm: Tensor,
+        shape: Shape,
+        dtype: torch.dtype,
     ) -> "Decoder | None":
-        """A decoder; None if a layer's weights are not all supported."""
+        """A decoder; None if the dtype, or a layer's weights, are not supported."""
         packed = [layer for layer in layers if layer]
+        rows = norm.to(dtype)
         return (
-            cls(packed, norm, eps) if supports_rows(norm) and len(packed) == len(layers) else None
+            cls(packed, norm, shape) if supports_rows(rows) and len(packed) == len(layers) else None
         )
 
     def supports_cache(self, kv_cache: KVCache) -> bool:
         """Whether the layers can use a cache like this one."""
-        q = self._weights[1].new_empty(self._num_heads(kv_cache), kv_cache.data.shape[-1])
-        return supports_attention(q, kv_cache, None)
+        q = torch.empty(self._shape.num_heads, self._shape.head_dim, dtype=torch.bfloat16)
+        return supports_attention(q, kv_cache)
 
     def __call__(
         self,
         residual: Tensor,  # [n, hidden]: embeddings, overwritten
-        cos: Tensor,  # [n, head_dim // 2] float32
-        sin: Tensor,  # [n, head_dim // 2] float32
+        cos: Tensor,  # [num_ropes, n, head_dim // 2] float32
+        sin: Tensor,  # [num_ropes, n, head_dim // 2] float32
         kv_caches: Sequence[KVCache],  # one per layer; see `supports_cache`
         metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
     ) -> Tensor:
         """The last layer's output, normalised. [n, hidden]"""
         layers, norm = self._weights
-        num_kv_heads, dim = kv_caches[0].data.shape[-2:]
-        num_heads = self._num_heads(kv_caches[0])
+        shape = self._shape
+        num_heads, num_kv_heads, dim = shape[:3]
         n, hidden = residual.shape
-        intermediate = layers[0].down[0].in_features
         for struct, kv_cache in zip(self._layers, kv_caches, strict=True):
             struct.keys, struct.values = keys_and_values(kv_cache)
         x, q = torch.empty_like(residual), residual.new_empty(n, num_heads, dim)
         attended = torch.empty_like(q)
         qkv = residual.new_empty(n, num_heads + 2 * num_kv_heads, dim)
-        gate_up = residual.new_empty(n, 2 * intermediate)
-        activated = residual.new_empty(n, intermediate)
+        gate_up = residual.new_empty(n, (2 if shape.is_gated else 1) * shape.intermediate)
+        activated = residual.new_empty(n, shape.intermediate)
+        assert cos.is_contiguous()
+        assert sin.is_contiguous()
+        q_norm = layers[0].q_norm
         arguments = DecoderArguments(
             layers=ctypes.addressof(self._layers),
             norm=norm.data_ptr(),
@@ -99,15 +125,15 @@ class Decoder:
             num_layers=len(layers),
             n=n,
             hidden=hidden,
-            intermediate=intermediate,
-            eps=self._eps,
+            intermediate=shape.intermediate,
+            activation=ACTIVATIONS.index(shape.activation),
+            gated=shape.is_gated,
+            whole_norm=q_norm is not None and q_norm.numel() != dim,
+            eps=shape.eps,
+            multiplier=shape.multiplier,
             attention=attention_arguments(
-                q, attended, kv_caches[0], metadata, scale, sliding_window
+                q, attended, kv_caches[0], metadata, shape.scale, None, shape.soft_cap
             ),
         )
         build.loaded().decode(ctypes.byref(arguments))
         return x
-
-    def _num_heads(self, kv_cache: KVCache) -> int:
-        num_kv_heads, dim = kv_cache.data.shape[-2:]
-        return self._weights[0][0].qkv[0].out_features // dim - 2 * num_kv_heads

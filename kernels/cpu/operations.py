@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tritium.kernels.cpu import build
-from tritium.kernels.cpu.structs import Attention, Sampling, pointer
+from tritium.kernels.cpu.structs import ACTIVATIONS, Attention, Sampling, pointer
 from tritium.kernels.cpu.weights import PackedWeight
 from tritium.kernels.metadata import AttentionMetadata, KVCache
 from tritium.kernels.sampling_tensors import SamplingTensors
@@ -48,6 +48,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     """See `kernels.rms_norm`; with a residual, `kernels.add_rms_norm`."""
     out = torch.empty_like(x)
     assert x.is_contiguous()
+    assert weight.dtype == torch.float32
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
     build.loaded().rms_norm(
         x.data_ptr(),
@@ -61,12 +62,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     return out
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """See `kernels.silu_and_mul`."""
-    n, size = len(gate_up), gate_up.shape[1] // 2
-    assert gate_up.is_contiguous()
-    out = gate_up.new_empty(n, size)
-    build.loaded().silu_and_mul(gate_up.data_ptr(), out.data_ptr(), n, size)
+def activate(x: Tensor, activation: str, is_gated: bool) -> Tensor:
+    """See `kernels.activate`."""
+    n, size = len(x), x.shape[1] // (2 if is_gated else 1)
+    assert x.is_contiguous()
+    out = x.new_empty(n, size)
+    kind = ACTIVATIONS.index(activation)
+    build.loaded().activate(x.data_ptr(), out.data_ptr(), n, size, kind, is_gated)
     return out
 
 
@@ -93,6 +95,7 @@ def rope_and_cache(
         slot_mapping.data_ptr(),
         pointer(q_norm),
         pointer(k_norm),
+        q_norm is not None and q_norm.numel() != dim,
         eps,
         q.data_ptr(),
         *keys_and_values(kv_cache),
@@ -110,11 +113,12 @@ def attention(
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
+    soft_cap: float | None,
 ) -> Tensor:
     """See `kernels.attention`."""
     q = q.contiguous()
     out = torch.empty_like(q)
-    arguments = attention_arguments(q, out, kv_cache, metadata, scale, sliding_window)
+    arguments = attention_arguments(q, out, kv_cache, metadata, scale, sliding_window, soft_cap)
     build.loaded().attention(ctypes.byref(arguments))
     return out
 
@@ -142,6 +146,7 @@ def attention_arguments(
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
+    soft_cap: float | None,
 ) -> Attention:
     """For C: the pointers are valid as long as the tensors live."""
     _, _, block_size, num_kv_heads, dim = kv_cache.data.shape
@@ -163,6 +168,7 @@ def attention_arguments(
         dim=dim,
         window=sliding_window or 0,
         scale=scale,
+        soft_cap=soft_cap or 0.0,
     )
 
 

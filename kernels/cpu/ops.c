@@ -28,6 +28,8 @@ enum {
     MAX_DIM = 256,       /* the largest size of a head */
 };
 
+enum activation { SILU, GELU_TANH, RELU2 };
+
 #define NEVER (-1e30f) /* the score of a masked key */
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
@@ -89,6 +91,7 @@ struct attention {
     int64_t num_seqs, max_blocks, block_size, num_heads, num_kv_heads, dim;
     int64_t window; /* 0: none */
     float scale;
+    float soft_cap; /* of the scaled scores; 0: none */
 };
 
 /* A thread's own memory for its current task. */
@@ -129,7 +132,7 @@ static const bf16 *at_key(const struct attention *s, const bf16 *cache, int64_t 
 
 /* -- norms, activation, rotary embedding -- */
 
-static void norm_row(const bf16 *x, const bf16 *weight, float eps, bf16 *out, int64_t size)
+static void norm_row(const bf16 *x, const float *weight, float eps, bf16 *out, int64_t size)
 {
     float lanes[16] = {0}, sum = 0; /* the same order of sums with every compiler */
     for (int64_t i = 0; i < size; i += 16)
@@ -139,36 +142,53 @@ static void norm_row(const bf16 *x, const bf16 *weight, float eps, bf16 *out, in
         sum += lanes[j];
     const float scale = 1 / sqrtf(sum / size + eps);
     for (int64_t i = 0; i < size; i++)
-        out[i] = to_bf16(to_float(x[i]) * scale * to_float(weight[i]));
+        out[i] = to_bf16(to_float(x[i]) * scale * weight[i]);
+}
+
+/* residual += out_norm(x) * factor, then out = norm(residual). A norm of NULL is none. `out` may be x.
+ *
+ * size % 16 == 0.
+ */
+static void add_row(const bf16 *x, bf16 *residual, const float *out_norm, float factor,
+                    const float *norm, float eps, bf16 *out, int64_t size)
+{
+    if (out_norm) {
+        norm_row(x, out_norm, eps, out, size);
+        x = out;
+    }
+    for (int64_t i = 0; i < size; i++) {
+        const float added = factor == 1 ? to_float(x[i]) : to_float(to_bf16(to_float(x[i]) * factor));
+        residual[i] = to_bf16(to_float(residual[i]) + added);
+    }
+    if (norm)
+        norm_row(residual, norm, eps, out, size);
+    else
+        memcpy(out, residual, size * sizeof(bf16));
 }
 
 /* out = rms_norm(x) of each of n rows; with a residual, residual += x and out = rms_norm(residual).
  *
  * size % 16 == 0.
  */
-void rms_norm(const bf16 *x, bf16 *residual, const bf16 *weight, float eps, bf16 *out, int64_t n,
+void rms_norm(const bf16 *x, bf16 *residual, const float *weight, float eps, bf16 *out, int64_t n,
               int64_t size)
 {
     #pragma omp parallel for if (n >= 8)
-    for (int64_t row = 0; row < n; row++) {
-        const bf16 *normed = x + row * size;
-        if (residual) {
-            bf16 *to = residual + row * size;
-            for (int64_t i = 0; i < size; i++)
-                to[i] = to_bf16(to_float(to[i]) + to_float(normed[i]));
-            normed = to;
-        }
-        norm_row(normed, weight, eps, out + row * size, size);
+    for (int64_t at = 0; at < n * size; at += size) {
+        if (residual)
+            add_row(x + at, residual + at, NULL, 1, weight, eps, out + at, size);
+        else
+            norm_row(x + at, weight, eps, out + at, size);
     }
 }
 
-/* gate_up [n, 2 * size] -> out [n, size]; size % 16 == 0. */
-void silu_and_mul(const bf16 *gate_up, bf16 *out, int64_t n, int64_t size)
+/* x [n, 2 * size], or [n, size] if not gated -> out [n, size]; size % 16 == 0. */
+void activate(const bf16 *x, bf16 *out, int64_t n, int64_t size, int64_t activation, int64_t gated)
 {
     #pragma omp parallel for if (n >= 8)
     for (int64_t row = 0; row < n; row++) {
-        const bf16 *gate = gate_up + row * 2 * size;
-        silu_and_mul_row(gate, gate + size, out + row * size, size);
+        const bf16 *gate = x + row * (gated ? 2 : 1) * size;
+        activate_row(gate, gated ? gate + size : NULL, out + row * size, size, activation);
     }
 }
 
@@ -185,21 +205,28 @@ static void rotate(const bf16 *x, const float *cos, const float *sin, bf16 *out,
 /* qkv [n, num_heads + 2 * num_kv_heads, dim] -> rotated queries q [n, num_heads, dim]; rotated keys
  * and values go to their slots in the cache [num_slots, num_kv_heads, dim]; slot -1: not written.
  *
- * cos, sin: [n, dim / 2]. q_norm, k_norm: weights [dim] of a norm before the rotation, or NULL.
+ * cos, sin: [n, dim / 2]. q_norm, k_norm: weights [dim] of a norm before the rotation, or NULL; or,
+ * if `whole`, [num_heads * dim] and [num_kv_heads * dim] of a norm of all heads, which changes qkv.
  */
-void rope_and_cache(const bf16 *qkv, const float *cos, const float *sin, const int64_t *slots,
-                    const bf16 *q_norm, const bf16 *k_norm, float eps, bf16 *q, bf16 *keys,
-                    bf16 *values, int64_t n, int64_t num_heads, int64_t num_kv_heads, int64_t dim)
+void rope_and_cache(bf16 *qkv, const float *cos, const float *sin, const int64_t *slots,
+                    const float *q_norm, const float *k_norm, int64_t whole, float eps, bf16 *q,
+                    bf16 *keys, bf16 *values, int64_t n, int64_t num_heads, int64_t num_kv_heads,
+                    int64_t dim)
 {
     #pragma omp parallel for if (n >= 8)
     for (int64_t token = 0; token < n; token++) {
-        const bf16 *x = qkv + token * (num_heads + 2 * num_kv_heads) * dim;
+        bf16 *x = qkv + token * (num_heads + 2 * num_kv_heads) * dim;
         const int64_t slot = slots[token];
         bf16 normed[MAX_DIM];
+        if (q_norm && whole) {
+            bf16 *k = x + num_heads * dim;
+            norm_row(x, q_norm, eps, x, num_heads * dim);
+            norm_row(k, k_norm, eps, k, num_kv_heads * dim);
+        }
         for (int64_t head = 0; head < num_heads + num_kv_heads; head++, x += dim) {
             const int is_key = head >= num_heads;
             const bf16 *in = x;
-            if (q_norm) {
+            if (q_norm && !whole) {
                 norm_row(x, is_key ? k_norm : q_norm, eps, normed, dim);
                 in = normed;
             }
@@ -252,27 +279,40 @@ struct linear {
 };
 
 struct layer {
-    const bf16 *input_norm, *post_attention_norm, *q_norm, *k_norm;
+    const float *attention_norm, *attention_out_norm, *mlp_norm, *mlp_out_norm; /* NULL: none */
+    const float *q_norm, *k_norm;
     struct linear qkv, o, gate_up, down;
     bf16 *keys, *values;
+    int64_t window, rope; /* which cos and sin */
 };
 
 struct decoder {
     const struct layer *layers;
-    const bf16 *norm; /* [hidden]: the weight of the norm after the last layer */
-    bf16 *residual;   /* [n, hidden]: embeddings, overwritten */
-    bf16 *x;          /* [n, hidden]: the result */
-    bf16 *qkv;        /* [n, num_heads + 2 * num_kv_heads, dim] */
-    bf16 *gate_up;    /* [n, 2 * intermediate] */
-    bf16 *activated;  /* [n, intermediate] */
-    const float *cos, *sin;
+    const float *norm; /* [hidden]: the weight of the norm after the last layer */
+    bf16 *residual;    /* [n, hidden]: embeddings, overwritten */
+    bf16 *x;           /* [n, hidden]: the result */
+    bf16 *qkv;         /* [n, num_heads + 2 * num_kv_heads, dim] */
+    bf16 *gate_up;     /* [n, 2 * intermediate]; [n, intermediate] if not gated */
+    bf16 *activated;   /* [n, intermediate] */
+    const float *cos, *sin; /* [num_ropes, n, dim / 2] */
     const int64_t *slots;
-    int64_t num_layers, n, hidden, intermediate;
-    float eps;
-    struct attention attention; /* each layer sets its own keys and values */
+    int64_t num_layers, n, hidden, intermediate, activation, gated, whole_norm;
+    float eps, multiplier;      /* of what a block adds */
+    struct attention attention; /* each layer sets its own keys, values and window */
 };
 
-/* `LlamaModel.forward` in one call, with the same functions. */
+/* residual += out_norm(x) * multiplier, then x = norm(residual). */
+static void add(const struct decoder *d, const float *out_norm, const float *norm)
+{
+    #pragma omp parallel for if (d->n >= 8)
+    for (int64_t row = 0; row < d->n; row++) {
+        bf16 *x = d->x + row * d->hidden;
+        add_row(x, d->residual + row * d->hidden, out_norm, d->multiplier, norm, d->eps, x,
+                d->hidden);
+    }
+}
+
+/* `DecoderModel.forward` in one call, with the same functions. */
 void decode(const struct decoder *d)
 {
     struct attention a = d->attention;
@@ -280,21 +320,28 @@ void decode(const struct decoder *d)
     const int64_t q_size = a.num_heads * a.dim, kv_size = a.num_kv_heads * a.dim;
     bf16 *const q = (bf16 *)a.q, *const x = d->x;
 
-    rms_norm(d->residual, NULL, d->layers[0].input_norm, d->eps, x, n, hidden);
+    if (d->layers[0].attention_norm)
+        rms_norm(d->residual, NULL, d->layers[0].attention_norm, d->eps, x, n, hidden);
+    else
+        memcpy(x, d->residual, n * hidden * sizeof(bf16));
     for (int64_t i = 0; i < d->num_layers; i++) {
         const struct layer *l = d->layers + i;
-        const bf16 *next_norm = i + 1 < d->num_layers ? l[1].input_norm : d->norm;
+        const float *next_norm = i + 1 < d->num_layers ? l[1].attention_norm : d->norm;
+        const int64_t angles = l->rope * n * a.dim / 2;
         linear(x, &l->qkv.weight, l->qkv.bias, d->qkv, 0, n, hidden, q_size + 2 * kv_size);
-        rope_and_cache(d->qkv, d->cos, d->sin, d->slots, l->q_norm, l->k_norm, d->eps, q, l->keys,
-                       l->values, n, a.num_heads, a.num_kv_heads, a.dim);
+        rope_and_cache(d->qkv, d->cos + angles, d->sin + angles, d->slots, l->q_norm, l->k_norm,
+                       d->whole_norm, d->eps, q, l->keys, l->values, n, a.num_heads, a.num_kv_heads,
+                       a.dim);
         a.keys = l->keys;
         a.values = l->values;
+        a.window = l->window;
         attention(&a);
         linear(a.out, &l->o.weight, l->o.bias, x, 0, n, q_size, hidden);
-        rms_norm(x, d->residual, l->post_attention_norm, d->eps, x, n, hidden);
-        linear(x, &l->gate_up.weight, l->gate_up.bias, d->gate_up, 0, n, hidden, 2 * intermediate);
-        silu_and_mul(d->gate_up, d->activated, n, intermediate);
+        add(d, l->attention_out_norm, l->mlp_norm);
+        linear(x, &l->gate_up.weight, l->gate_up.bias, d->gate_up, 0, n, hidden,
+               (d->gated ? 2 : 1) * intermediate);
+        activate(d->gate_up, d->activated, n, intermediate, d->activation, d->gated);
         linear(d->activated, &l->down.weight, l->down.bias, x, 0, n, intermediate, hidden);
-        rms_norm(x, d->residual, next_norm, d->eps, x, n, hidden);
+        add(d, l->mlp_out_norm, next_norm);
     }
 }

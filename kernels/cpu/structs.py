@@ -8,6 +8,7 @@ from torch import Tensor
 TILE_ROWS = 16  # ROWS
 TILE_PAIRS = 32  # PAIRS: bfloat16 numbers in a row of a tile
 MAX_DIM = 256  # of a head
+ACTIVATIONS = ("silu", "gelu_tanh", "relu2")  # enum activation
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -27,7 +28,7 @@ class Attention(ctypes.Structure):
     _fields_ = [
         *_fields(_POINTER, "q keys values starts seq_lens blocks out"),
         *_fields(_INT, "num_seqs max_blocks block_size num_heads num_kv_heads dim window"),
-        ("scale", _FLOAT),
+        *_fields(_FLOAT, "scale soft_cap"),
     ]
 
 
@@ -47,9 +48,10 @@ class Layer(ctypes.Structure):
     """struct layer"""
 
     _fields_ = [
-        *_fields(_POINTER, "input_norm post_attention_norm q_norm k_norm"),
+        *_fields(_POINTER, "attention_norm attention_out_norm mlp_norm mlp_out_norm q_norm k_norm"),
         *_fields(Linear, "qkv o gate_up down"),
         *_fields(_POINTER, "keys values"),
+        *_fields(_INT, "window rope"),
     ]
 
 
@@ -58,8 +60,8 @@ class DecoderArguments(ctypes.Structure):
 
     _fields_ = [
         *_fields(_POINTER, "layers norm residual x qkv gate_up activated cos sin slots"),
-        *_fields(_INT, "num_layers n hidden intermediate"),
-        ("eps", _FLOAT),
+        *_fields(_INT, "num_layers n hidden intermediate activation gated whole_norm"),
+        *_fields(_FLOAT, "eps multiplier"),
         ("attention", Attention),
     ]
 
@@ -77,8 +79,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "bind_threads": [],
     "linear": [_POINTER, ctypes.POINTER(Weight), *[_POINTER] * 2, ctypes.c_int, *[_INT] * 3],
     "rms_norm": [*[_POINTER] * 3, _FLOAT, _POINTER, *[_INT] * 2],
-    "silu_and_mul": [*[_POINTER] * 2, *[_INT] * 2],
-    "rope_and_cache": [*[_POINTER] * 6, _FLOAT, *[_POINTER] * 3, *[_INT] * 4],
+    "activate": [*[_POINTER] * 2, *[_INT] * 4],
+    "rope_and_cache": [*[_POINTER] * 6, _INT, _FLOAT, *[_POINTER] * 3, *[_INT] * 4],
     "attention": [ctypes.POINTER(Attention)],
     "decode": [ctypes.POINTER(DecoderArguments)],
     "sample": [ctypes.POINTER(Sampling)],

@@ -28,14 +28,13 @@ def supports_cache(x: Tensor, kv_cache: KVCache) -> bool:
     return supports_rows(x) and kv_cache.data.dtype == x.dtype and x.shape[-1] <= MAX_DIM
 
 
-def supports_attention(q: Tensor, kv_cache: KVCache, soft_cap: float | None) -> bool:
+def supports_attention(q: Tensor, kv_cache: KVCache) -> bool:
     """Whether `attention` supports queries [num_tokens, num_heads, head_dim] with this cache."""
     block_size, num_kv_heads = kv_cache.data.shape[2:4]
     return (
         supports_cache(q, kv_cache)
         and block_size % TILE_ROWS == 0
         and q.shape[-2] <= TILE_ROWS * num_kv_heads
-        and soft_cap is None
     )
 
 

@@ -8,40 +8,60 @@ from tritium.kernels.cuda.launch import FLOATS, check
 
 
 @triton.jit
-def _silu_and_mul(
-    gate_up_ptr,  # [n, 2 * SIZE]
+def _activate(
+    x_ptr,  # [n, 2 * SIZE], the gate first; [n, SIZE] if not gated
     out_ptr,  # [n, SIZE]
     SIZE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    IS_GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out = gate * sigmoid(gate) * up (SwiGLU; Shazeer, 2020).
+    """out = activation(gate) * up (Shazeer, 2020), or activation(x).
 
     One program computes BLOCK elements of one row.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     in_row = column < SIZE
-    gate_ptrs = gate_up_ptr + row * (2 * SIZE) + column  # [BLOCK]
-    gate = tl.load(gate_ptrs, mask=in_row).to(tl.float32)  # [BLOCK]
-    up = tl.load(gate_ptrs + SIZE, mask=in_row).to(tl.float32)  # [BLOCK]
-    out = gate * tl.sigmoid(gate) * up  # [BLOCK]
+    x_ptrs = x_ptr + row * (2 * SIZE if IS_GATED else SIZE) + column  # [BLOCK]
+    x = tl.load(x_ptrs, mask=in_row).to(tl.float32)  # [BLOCK]
+    if ACTIVATION == "relu2":
+        out = tl.maximum(x, 0.0)
+        out *= out
+    elif ACTIVATION == "gelu_tanh":  # x * (1 + tanh(t / 2)) / 2 = x * sigmoid(t)
+        out = x * tl.sigmoid(x * (1.595769121606 + 0.0713548162726 * x * x))
+    else:
+        out = x * tl.sigmoid(x)
+    if IS_GATED:
+        out *= tl.load(x_ptrs + SIZE, mask=in_row).to(tl.float32)
     tl.store(out_ptr + row * SIZE + column, out.to(out_ptr.dtype.element_ty), mask=in_row)
 
 
-def silu_and_mul(
-    gate_up: Tensor,  # [n, 2 * size]
+def activate(
+    x: Tensor,  # [n, 2 * size]; [n, size] if not gated
+    activation: str,
+    is_gated: bool = True,
 ) -> Tensor:
-    """See `kernels.silu_and_mul`."""
-    n, both = gate_up.shape
-    size = both // 2
+    """See `kernels.activate`."""
+    n, width = x.shape
+    size = width // 2 if is_gated else width
 
-    assert both == 2 * size
+    assert width == size * (2 if is_gated else 1)
     assert size > 0
-    assert gate_up.dtype in FLOATS
-    check(gate_up, gate_up.shape, gate_up.dtype, gate_up)
+    assert activation in ("silu", "gelu_tanh", "relu2")
+    assert x.dtype in FLOATS
+    check(x, x.shape, x.dtype, x)
 
-    out = gate_up.new_empty(n, size)
+    out = x.new_empty(n, size)
     block, num_warps = 1024, 4  # eight elements per thread: 16-byte loads
     grid = (n, triton.cdiv(size, block))
-    _silu_and_mul[grid](gate_up, out, SIZE=size, BLOCK=block, num_warps=num_warps)
+    _activate[grid](
+        x,
+        out,
+        SIZE=size,
+        ACTIVATION=activation,
+        IS_GATED=is_gated,
+        BLOCK=block,
+        num_warps=num_warps,
+    )
     return out

@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from tritium.kernels.cuda.activation import silu_and_mul
+from tritium.kernels.cuda.activation import activate
 from tritium.kernels.cuda.add_bias import add_bias
 from tritium.kernels.cuda.apply_mask import apply_mask
 from tritium.kernels.cuda.apply_penalties import apply_penalties
@@ -139,7 +139,7 @@ def other_variants() -> Iterator[tuple[str, Launch]]:
         yield f"rms_norm-{size}", partial(norm, size, add=False)
         yield f"add_rms_norm-{size}", partial(norm, size, add=True)
     for size in (1536, 14336):
-        yield f"silu_and_mul-{size}", partial(silu_and_mul, empty(2, 2 * size))
+        yield f"activate-{size}", partial(activate, empty(2, 2 * size), "silu")
     for size in (576, 4096):
         yield f"matmul-{size}", partial(product, size)
     yield "matmul-4096-bias", partial(product, 4096, bias=True)
@@ -207,12 +207,14 @@ def rope(
     qkv = empty(2, num_heads + 2 * num_kv_heads, head_dim)
     angles = empty(2, head_dim // 2, dtype=torch.float32)
     kv_cache = KVCache.empty(NUM_BLOCKS, BLOCK_SIZE, num_kv_heads, head_dim, cache_dtype)
-    qk_norm = (empty(head_dim), empty(head_dim), 1e-6) if norm else None
+    weight = empty(head_dim, dtype=torch.float32)
+    qk_norm = (weight, weight, 1e-6) if norm else None
     rope_and_cache(qkv, angles, angles, kv_cache, empty(2, dtype=torch.int64), qk_norm)
 
 
 def norm(size: int, add: bool) -> None:
-    rms_norm(empty(2, size), empty(size), 1e-5, empty(2, size) if add else None)
+    weight = empty(size, dtype=torch.float32)
+    rms_norm(empty(2, size), weight, 1e-5, empty(2, size) if add else None)
 
 
 def product(

@@ -12,7 +12,7 @@ from tritium.kernels.cuda.launch import FLOATS, check
 def _rms_norm(
     x_ptr,  # [n, SIZE]
     residual_ptr,  # [n, SIZE]; None: x alone is normalised
-    weight_ptr,  # [SIZE]
+    weight_ptr,  # [SIZE] float32
     out_ptr,  # [n, SIZE]
     eps,
     SIZE: tl.constexpr,
@@ -36,14 +36,14 @@ def _rms_norm(
         h = rounded.to(tl.float32)
 
     # -- normalise --
-    weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)  # [BLOCK]
+    weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)  # [BLOCK]
     out = h * tl.rsqrt(tl.sum(h * h, 0) / SIZE + eps) * weight  # [BLOCK]
     tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=in_row)
 
 
 def rms_norm(
     x: Tensor,  # [n, size]
-    weight: Tensor,  # [size]
+    weight: Tensor,  # [size] float32
     eps: float,
     residual: Tensor | None = None,  # [n, size]
 ) -> Tensor:
@@ -53,7 +53,7 @@ def rms_norm(
     assert 0 < size <= 16384
     assert x.dtype in FLOATS
     check(x, x.shape, x.dtype, x)
-    check(x, (size,), x.dtype, weight)
+    check(x, (size,), torch.float32, weight)
     if residual is not None:
         check(x, x.shape, x.dtype, residual)
 

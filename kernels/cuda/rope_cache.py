@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tritium.kernels.cuda.launch import check
+from tritium.kernels.cuda.norm import rms_norm
 from tritium.kernels.metadata import QUANTISED_MAX, SMALLEST_MAX, KVCache
 
 
@@ -17,8 +18,8 @@ def _rope_and_cache(
     cached_ptr,  # [2, num_slots, NUM_KV_HEADS, 2 * HALF]
     scales_ptr,  # [2, num_slots, NUM_KV_HEADS] float32; None: not quantised
     slot_mapping_ptr,  # [num_tokens] int64
-    q_norm_ptr,  # [2 * HALF]; None: no norm
-    k_norm_ptr,  # [2 * HALF]; None: no norm
+    q_norm_ptr,  # [2 * HALF] float32; None: no norm
+    k_norm_ptr,  # [2 * HALF] float32; None: no norm
     eps,
     num_slots,
     NUM_HEADS: tl.constexpr,
@@ -97,8 +98,8 @@ def _weight(
     is_value,  # [BLOCK_H, 1]
 ):
     """The norm's weight of each head, 1 for values: [BLOCK_H, BLOCK_D] float32."""
-    q_norm = tl.load(q_norm_ptrs, mask=in_half, other=0.0).to(tl.float32)  # [1, BLOCK_D]
-    k_norm = tl.load(k_norm_ptrs, mask=in_half, other=0.0).to(tl.float32)  # [1, BLOCK_D]
+    q_norm = tl.load(q_norm_ptrs, mask=in_half, other=0.0)  # [1, BLOCK_D]
+    k_norm = tl.load(k_norm_ptrs, mask=in_half, other=0.0)  # [1, BLOCK_D]
     return tl.where(is_value, 1.0, tl.where(is_query, q_norm, k_norm))
 
 
@@ -116,6 +117,14 @@ def rope_and_cache(
     num_heads = num_all - 2 * num_kv_heads
     half = head_dim // 2
     q_norm, k_norm, eps = qk_norm or (None, None, 0.0)
+    if q_norm is not None and k_norm is not None and q_norm.numel() != head_dim:
+        for heads, weight in (
+            (slice(num_heads), q_norm),
+            (slice(num_heads, -num_kv_heads), k_norm),
+        ):
+            x = qkv[:, heads]
+            x.copy_(rms_norm(x.flatten(1).contiguous(), weight, eps).view(x.shape))
+        q_norm = k_norm = None
     norms = [norm for norm in (q_norm, k_norm) if norm is not None]
 
     kv_cache.check(qkv)
@@ -124,7 +133,7 @@ def rope_and_cache(
     check(qkv, qkv.shape, qkv.dtype, qkv)
     check(qkv, (num_tokens, half), torch.float32, cos, sin)
     check(qkv, (num_tokens,), torch.int64, slot_mapping)
-    check(qkv, (head_dim,), qkv.dtype, *norms)
+    check(qkv, (head_dim,), torch.float32, *norms)
 
     block_h, block_d = 16, triton.next_power_of_2(half)
     grid = (num_tokens, triton.cdiv(num_all, block_h))

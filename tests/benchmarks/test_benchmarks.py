@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tritium.backend.runner.models import ModelConfig
+from tritium.backend.runner.models import read_model_config
 from tritium.benchmarks import pages, roofline
 from tritium.benchmarks.engine_runs import nano_vllm_work
 from tritium.benchmarks.gpu_check import PHASES, run_phase, table
@@ -18,8 +18,8 @@ from tritium.benchmarks.models import LLAMA_3_1_8B, QWEN3_0_6B
 from tritium.benchmarks.phases import Case, Phase, Setup
 from tritium.benchmarks.roofline import H200, Operation, Step
 
-LLAMA = ModelConfig.from_hf(LLAMA_3_1_8B())
-QWEN = ModelConfig.from_hf(QWEN3_0_6B())
+LLAMA = read_model_config(LLAMA_3_1_8B())
+QWEN = read_model_config(QWEN3_0_6B())
 CPU = Setup(torch.device("cpu"), small=True)
 
 # -- roofline --

@@ -76,6 +76,7 @@ def test_every_kernel_is_compiled(rows: list[Row]) -> None:
         kernels[80]
         == kernels[90]
         == {
+            "activate",
             "add_bias",
             "apply_mask",
             "apply_penalties",
@@ -87,7 +88,6 @@ def test_every_kernel_is_compiled(rows: list[Row]) -> None:
             "rms_norm",
             "rope_and_cache",
             "sample",
-            "silu_and_mul",
         }
     )
 
@@ -134,7 +134,7 @@ def test_the_matrix_product_loads_rows_and_weights_by_16_bytes(rows: list[Row]) 
 
 def test_rows_are_loaded_and_stored_by_16_bytes(rows: list[Row]) -> None:
     for row in rows:
-        if row["kernel"] in ("rms_norm", "silu_and_mul"):
+        if row["kernel"] in ("rms_norm", "activate"):
             assert row["load_widths"] == row["store_widths"] == [16], row
         elif row["kernel"] == "rope_and_cache":
             assert row["load_widths"] == [8, 16], row  # 8: the slot

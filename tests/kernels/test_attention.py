@@ -480,7 +480,7 @@ def test_rope_and_cache_with_qk_norm(
 ) -> None:
     num_heads, num_kv_heads = heads
     qkv, angles, slots = random_qkv(heads, head_dim, dtype)
-    q_norm, k_norm = (torch.rand(2, head_dim) + 0.5).to(dtype)
+    q_norm, k_norm = torch.rand(2, head_dim) + 0.5
     kv_cache = KVCache.empty(3, 16, num_kv_heads, head_dim, dtype)
     written = slots >= 0
     values = qkv[:, num_heads + num_kv_heads :].clone()
@@ -495,6 +495,28 @@ def test_rope_and_cache_with_qk_norm(
     assert error(q[written], expected[written, :num_heads]) < bound
     assert error(keys_cached, expected[written, num_heads:]) < bound
     assert torch.equal(values_cached, values[written])
+
+
+@ROPES
+def test_rope_and_cache_with_a_norm_of_all_heads(function: Callable[..., Tensor]) -> None:
+    heads = num_heads, num_kv_heads = 8, 2
+    qkv, angles, slots = random_qkv(heads, 64, torch.float32)
+    norms = torch.rand(num_heads * 64) + 0.5, torch.rand(num_kv_heads * 64) + 0.5
+    kv_cache = KVCache.empty(3, 16, num_kv_heads, 64, torch.float32)
+    written = slots >= 0
+    q, k, _ = qkv.double().split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    expected_q, expected_k = (
+        rotated(
+            (x / (x.square().mean((1, 2), keepdim=True) + 0.1).sqrt()) * weight.view(-1, 64), angles
+        )
+        for x, weight in zip((q, k), norms, strict=True)
+    )
+
+    out = function(qkv, angles.cos(), angles.sin(), kv_cache, slots, (*norms, 0.1))
+
+    assert error(out[written], expected_q[written]) < 1e-5
+    keys_cached = kv_cache.data[0].flatten(0, 1)[slots[written]]
+    assert error(keys_cached, expected_k[written]) < 1e-5
 
 
 def test_offsets_beyond_int32(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from tests.backend.runner.test_models import make_hf_model
-from tests.interpreter import BF16, error, poisoned_memory  # noqa: F401
+from tests.interpreter import BF16, activated, error, poisoned_memory  # noqa: F401
 from tests.kernels import test_sampling as test_kernels_sampling
 from tests.kernels.test_attention import (
     BATCHES,
@@ -141,7 +142,7 @@ def test_a_weight_that_is_no_multiple_of_tiles(shape):
 @pytest.mark.parametrize("magnitude", [1e-4, 1.0, 1e4])
 def test_norms(size, magnitude):
     x, residual = (torch.randn(2, 9, size) * magnitude).to(DTYPE)
-    weight = torch.randn(size).to(DTYPE)
+    weight = torch.randn(size)
 
     def normalised(h):
         return h / (h.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
@@ -157,13 +158,15 @@ def test_norms(size, magnitude):
     assert error(out, normalised(residual.double())) < BOUND
 
 
-def test_silu_and_mul():
-    gate_up = (torch.randn(9, 2 * 1536) * 3).to(DTYPE)
-    gate_up[0, :6] = torch.tensor([-1e4, -200, -90, 0, 90, 1e4])
-    gate, up = gate_up.double().chunk(2, dim=-1)
-    out = kernels.silu_and_mul(gate_up)
-    assert error(out, gate / (1 + (-gate).exp()) * up) < BOUND
-    assert torch.equal(out, rows_alone(kernels.silu_and_mul, gate_up))
+@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu2"])
+def test_activate(activation, is_gated):
+    x = (torch.randn(9, 2 * 1536) * 3).to(DTYPE)
+    x[0, :6] = torch.tensor([-1e4, -200, -90, 0, 90, 1e4])
+    activate = partial(kernels.activate, activation=activation, is_gated=is_gated)
+    out = activate(x)
+    assert error(out, activated(x.double(), activation, is_gated)) < BOUND
+    assert torch.equal(out, rows_alone(activate, x))
 
 
 # -- rope_and_cache --
@@ -180,7 +183,7 @@ def test_rope_and_cache(heads, head_dim, has_norm):
     values = qkv[:, num_heads + num_kv_heads :].clone()
     qk, norms = qkv[:, : num_heads + num_kv_heads].double(), None
     if has_norm:
-        q_norm, k_norm = (torch.rand(2, head_dim) + 0.5).to(DTYPE)
+        q_norm, k_norm = torch.rand(2, head_dim) + 0.5
         weights = torch.cat((q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1)))
         qk = qk / (qk.square().mean(-1, keepdim=True) + 0.1).sqrt() * weights
         norms = (q_norm, k_norm, 0.1)
@@ -195,11 +198,30 @@ def test_rope_and_cache(heads, head_dim, has_norm):
     assert data.isnan().sum() == data.numel() - 5 * 2 * num_kv_heads * head_dim
 
 
+@HEADS
+def test_rope_and_cache_with_a_norm_of_all_heads(heads):
+    num_heads, num_kv_heads = heads
+    qkv, angles, slots = random_qkv(heads, 64, DTYPE)
+    data = torch.zeros((2, 3, 16, num_kv_heads, 64), dtype=DTYPE)
+    twin, copy = data.clone(), qkv.clone()
+    norms = (torch.rand(num_heads * 64) + 0.5, torch.rand(num_kv_heads * 64) + 0.5, 0.1)
+
+    q = kernels.rope_and_cache(qkv, angles.cos(), angles.sin(), KVCache(data), slots, norms)
+
+    reference_arguments = (copy.float(), angles.cos(), angles.sin(), KVCache(twin.float()), slots)
+    expected = reference.rope_and_cache(*reference_arguments, norms)
+    assert (
+        error(q.flatten(), expected.double().flatten()) < 2 * BOUND
+    )  # the norm is rounded once more
+    cached = reference_arguments[3].data.double()
+    assert error(data.flatten(), cached.flatten()) < 2 * BOUND
+
+
 # -- attention --
 
 
 def attention(q, kv_cache, metadata, scale, sliding_window=None, soft_cap=None):
-    assert cpu.supports_attention(q, kv_cache, soft_cap)
+    assert cpu.supports_attention(q, kv_cache)
     return kernels.attention(q, kv_cache, metadata, scale, sliding_window, soft_cap)
 
 
@@ -250,10 +272,9 @@ def test_attention_does_not_depend_on_the_batch(sliding_window):
                 assert torch.equal(out, together[rows])
 
 
-def test_the_twin_computes_a_soft_cap():
-    q, kv_cache, metadata = random_batch(MIXED, (4, 2), 64, DTYPE, unused=0.0)
-    out = kernels.attention(q, kv_cache, metadata, 0.125, soft_cap=0.8)
-    assert torch.equal(out, reference.attention(q, kv_cache, metadata, 0.125, soft_cap=0.8))
+@pytest.mark.parametrize("soft_cap", [0.8, 30.0])
+def test_attention_with_a_soft_cap(soft_cap):
+    check_attention(attention, MIXED, (4, 2), 64, *BF16, soft_cap=soft_cap, sliding_window=20)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +290,7 @@ def test_the_twin_computes_a_soft_cap():
 def test_the_twin_computes_what_c_does_not_support(heads, head_dim, options):
     options = {"dtype": DTYPE, **options}
     q, kv_cache, metadata = random_batch(MIXED, heads, head_dim, **options, unused=0.0)
-    assert not cpu.supports_attention(q, kv_cache, None)
+    assert not cpu.supports_attention(q, kv_cache)
     out = kernels.attention(q, kv_cache, metadata, 0.125)
     assert error(out, dense_attention(q, kv_cache, metadata, 0.125)) < BOUND
 
@@ -364,7 +385,9 @@ def test_without_amx():
                 test_linear(num_rows, (48, 64), DTYPE)
                 for bits in (8, 4):
                     test_linear_with_rounded_weights(bits, num_rows, (48, 64))
-            test_silu_and_mul()
+            for activation in ("silu", "gelu_tanh", "relu2"):
+                test_activate(activation, is_gated=activation != "relu2")
+            test_attention_with_a_soft_cap(30.0)
             test_attention_around_the_edges_of_tiles(5)
             test_attention_does_not_depend_on_the_batch(20)
         finally:
@@ -386,7 +409,7 @@ def test_without_a_compiler(unbuilt, monkeypatch, tmp_path, caplog):
         assert not cpu.is_available()
     assert "no C compiler was found" in caplog.text
     x = torch.randn(3, 64).to(DTYPE)
-    assert torch.equal(kernels.silu_and_mul(x), reference.silu_and_mul(x))
+    assert torch.equal(kernels.activate(x, "silu"), reference.activate(x, "silu", True))
 
 
 def test_with_a_compiler_that_fails(unbuilt, monkeypatch, tmp_path, caplog):

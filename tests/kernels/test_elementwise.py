@@ -1,4 +1,4 @@
-"""rms_norm, add_rms_norm and silu_and_mul: interpreted kernels and twins against float64."""
+"""rms_norm, add_rms_norm and activate: interpreted kernels and twins against float64."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from tests.interpreter import (  # noqa: F401
     BF16,
     FP16,
     FP32,
+    activated,
     error,
     interpreted,
     interpreter,
@@ -38,7 +39,7 @@ def normalised(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @SIZES
 @pytest.mark.parametrize("function", [norm.rms_norm, reference.rms_norm])
 def test_rms_norm(function, size, dtype, bound):
-    x, weight = torch.randn(7, size).to(dtype), torch.randn(size).to(dtype)
+    x, weight = torch.randn(7, size).to(dtype), torch.randn(size)
     out = function(x, weight, EPS)
     assert out.dtype == dtype
     assert error(out, normalised(x.double(), weight)) < bound
@@ -49,7 +50,7 @@ def test_rms_norm(function, size, dtype, bound):
 @pytest.mark.parametrize("function", [add_rms_norm, reference.add_rms_norm])
 def test_add_rms_norm(function, size, dtype, bound):
     x, residual = torch.randn(2, 7, size).to(dtype)
-    weight = torch.randn(size).to(dtype)
+    weight = torch.randn(size)
     expected = x.double() + residual.double()
     out, overwritten = function(x, residual, weight, EPS)
     assert out.dtype == overwritten.dtype == dtype
@@ -62,7 +63,7 @@ def test_add_rms_norm(function, size, dtype, bound):
 @pytest.mark.parametrize("scale", [0.0, 1e-4, 1e4])
 def test_rms_norm_of_rows_of_any_magnitude(scale):
     """The sum of the squares is out of float16's range."""
-    x, weight = (torch.randn(3, 576) * scale).half(), torch.ones(576).half()
+    x, weight = (torch.randn(3, 576) * scale).half(), torch.ones(576)
     out = norm.rms_norm(x, weight, EPS)
     expected = normalised(x.double(), weight)
     assert torch.allclose(out.double(), expected, rtol=1e-3, atol=1e-6)
@@ -70,17 +71,19 @@ def test_rms_norm_of_rows_of_any_magnitude(scale):
 
 @DTYPES
 @pytest.mark.parametrize("size", [1, 33, 1024, 1536, 3000])
-@pytest.mark.parametrize("function", [activation.silu_and_mul, reference.silu_and_mul])
-def test_silu_and_mul(function, size, dtype, bound):
-    gate_up = (torch.randn(7, 2 * size) * 3).to(dtype)
-    gate, up = gate_up.double().chunk(2, dim=-1)
-    out = function(gate_up)
+@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "relu2"])
+@pytest.mark.parametrize("function", [activation.activate, reference.activate])
+def test_activate(function, kind, is_gated, size, dtype, bound):
+    x = (torch.randn(7, 2 * size) * 3).to(dtype)
+    out = function(x, kind, is_gated)
     assert out.dtype == dtype
-    assert error(out, gate / (1 + (-gate).exp()) * up) < bound
+    expected = activated(x.double(), kind, is_gated)
+    assert error(out.flatten(), expected.flatten()) < bound  # a row alone may be 0
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
-def test_silu_and_mul_of_large_gates():
+def test_silu_of_large_gates():
     gate = torch.tensor([-1e4, -200.0, -90.0, 0.0, 90.0, 1e4])
-    out = activation.silu_and_mul(torch.cat((gate, torch.ones(6)))[None])
+    out = activation.activate(torch.cat((gate, torch.ones(6)))[None], "silu")
     assert out[0].tolist() == pytest.approx([0, 0, 0, 0, 90, 1e4], abs=1e-30)

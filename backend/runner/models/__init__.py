@@ -2,11 +2,12 @@
 
 import torch
 
+from tritium.backend.runner.models.architectures import read_model_config
 from tritium.backend.runner.models.config import ModelConfig
-from tritium.backend.runner.models.llama import LlamaModel
+from tritium.backend.runner.models.decoder import DecoderModel
 from tritium.backend.runner.models.loader import load_config, load_weights, resolve
 
-__all__ = ["LlamaModel", "ModelConfig", "load_model"]
+__all__ = ["DecoderModel", "ModelConfig", "load_model", "read_model_config"]
 
 
 def load_model(
@@ -15,18 +16,20 @@ def load_model(
     device: torch.device,
     batch_invariant: bool = False,
     weight_bits: int = 16,
-) -> LlamaModel:
+    max_model_len: int | None = None,
+) -> DecoderModel:
     """Load a model onto a device.
 
     Args:
         model: A directory, a .gguf file or `package:NAME/PATH`; see `loader.resolve`.
-        batch_invariant: See `LlamaModel`.
-        weight_bits: See `LlamaModel`.
+        batch_invariant: See `DecoderModel`.
+        weight_bits: See `DecoderModel`.
+        max_model_len: See `architectures.read_model_config`.
 
     Raises:
         FileNotFoundError: the model, or a part of it, does not exist.
         ValueError: the model is not supported, or its weights do not match its config.
     """
     path = resolve(model)
-    config, weights = load_config(path), load_weights(path)
-    return LlamaModel(config, weights, dtype, device, batch_invariant, weight_bits)
+    config, weights = load_config(path, max_model_len), load_weights(path)
+    return DecoderModel(config, weights, dtype, device, batch_invariant, weight_bits)

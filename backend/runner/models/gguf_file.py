@@ -19,8 +19,9 @@ from gguf import GGMLQuantizationType, GGUFValueType
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-from tritium.backend.runner.models.config import SUPPORTED_ROPE_TYPES, require
+from tritium.backend.runner.models.architectures import require
 
+_ROPE_TYPES = ("linear", "yarn")
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral has the architecture llama
 
 _SCALARS = {
@@ -160,7 +161,7 @@ class GGUFFile:
         rope_type = scaling.pop("type", "linear" if scaling else "none")
         if rope_type == "none":
             return parameters
-        require("rope_type", rope_type, SUPPORTED_ROPE_TYPES)
+        require("rope_type", rope_type, _ROPE_TYPES)
         parameters["rope_type"] = rope_type
         for name, hf_name in _HF_ROPE_NAMES.items():
             if name in scaling:

@@ -11,7 +11,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
-from tritium.backend.runner.models.config import ModelConfig, as_token_ids
+from tritium.backend.runner.models.architectures import as_token_ids, read_model_config
+from tritium.backend.runner.models.config import ModelConfig
 
 _PACKAGE = "package:"
 _CONFIG = "config.json"
@@ -46,23 +47,28 @@ def resolve(model: str) -> Path:
     return path
 
 
-def load_config(path: Path) -> ModelConfig:
+def load_config(path: Path, max_model_len: int | None = None) -> ModelConfig:
     """Read the config of a model that `resolve` found.
+
+    Args:
+        max_model_len: See `architectures.read_model_config`.
 
     Raises:
         ValueError: the model is not supported, or its file is damaged.
     """
     if path.is_dir():
         hf_config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        return ModelConfig.from_hf(hf_config, _generation_eos_token_ids(path))
+        given = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
+        return read_model_config(hf_config, _generation_eos_token_ids(path), given, max_model_len)
     # Imported here, as only a GGUF file needs the package gguf.
     from tritium.backend.runner.models.gguf_file import GGUFFile
 
     file = GGUFFile(path)
-    config = ModelConfig.from_hf(file.hf_config())
+    config = read_model_config(file.hf_config(), max_model_len=max_model_len)
     if (factors := file.rope_factors()) is not None:
-        inv_freq = torch.tensor(config.rope_inv_freq) / factors
-        config = replace(config, rope_inv_freq=tuple(inv_freq.tolist()))
+        (rope,) = config.ropes
+        inv_freq = torch.tensor(rope.inv_freq) / factors
+        config = replace(config, ropes=(rope._replace(inv_freq=tuple(inv_freq.tolist())),))
     return config
 
 

@@ -16,7 +16,7 @@ from tritium.backend.config import ConfigError, EngineConfig
 from tritium.backend.engine.engine import Engine
 from tritium.backend.engine.request import EngineRequest
 from tritium.backend.runner.model_runner import ModelRunner
-from tritium.backend.runner.models import LlamaModel, ModelConfig
+from tritium.backend.runner.models import DecoderModel, read_model_config
 from tritium.backend.runner.models.lora import PackedLora, add_lora
 from tritium.kernels import pack_linear
 
@@ -34,7 +34,7 @@ class Checkpoint:
 
     def __init__(self, directory: Path, hf_config: PretrainedConfig) -> None:
         hf_model = make_hf_model(hf_config)
-        self.config = ModelConfig.from_hf(hf_model.config)
+        self.config = read_model_config(hf_model.config)
         self.weights = {name: w.detach() for name, w in hf_model.named_parameters()}
         first = write_adapter(
             directory / "first", self.config, ("q_proj", "v_proj", "down_proj"), 4, seed=1
@@ -55,8 +55,8 @@ class Checkpoint:
             weights = merged(self.weights, Path(path), scalings[name])
             self.merged[name] = self.model(weights)
 
-    def model(self, weights: dict[str, Tensor] | None = None) -> LlamaModel:
-        return LlamaModel(self.config, (weights or self.weights).items(), torch.float32, CPU)
+    def model(self, weights: dict[str, Tensor] | None = None) -> DecoderModel:
+        return DecoderModel(self.config, (weights or self.weights).items(), torch.float32, CPU)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_another_shape_of_model(tmp_path):
 def test_steps_without_an_adapter_cost_nothing(checkpoint, monkeypatch):
     config = make_config(lora_modules=checkpoint.adapters)
     runner = ModelRunner(config, model=checkpoint.model())
-    monkeypatch.setattr("tritium.backend.runner.models.llama.add_lora", None)
+    monkeypatch.setattr("tritium.backend.runner.models.decoder.add_lora", None)
     base = ModelRunner(make_config(), model=checkpoint.merged[""])
     answers, expected = (generate(config, r, [""] * len(PROMPTS)) for r in (runner, base))
     for (token_ids, logprobs), (expected_ids, expected_logprobs) in zip(
@@ -274,7 +274,7 @@ def test_weights_that_do_not_fit(checkpoint, tmp_path, name, shape, words):
 
 
 def test_an_adapter_of_another_model(checkpoint, tmp_path):
-    wide = ModelConfig.from_hf(LlamaConfig(**TINY | {"hidden_size": 128}))
+    wide = read_model_config(LlamaConfig(**TINY | {"hidden_size": 128}))
     write_adapter(tmp_path, wide, ("q_proj",))
     assert "is [4, 128], but [4, 64] by the model" in refusal(checkpoint, tmp_path)
     assert "(it was made for some/base)" in refusal(checkpoint, tmp_path)

@@ -21,7 +21,7 @@ from tritium.backend.runner import calibration
 from tritium.backend.runner.calibration import MeasuredStep
 from tritium.backend.runner.cuda_graphs import DecodeGraphs, batch_sizes
 from tritium.backend.runner.model_runner import ModelRunner
-from tritium.backend.runner.models import LlamaModel, ModelConfig
+from tritium.backend.runner.models import DecoderModel, read_model_config
 from tritium.kernels import cpu
 
 pytestmark = pytest.mark.slow
@@ -30,11 +30,11 @@ PROMPTS = [[5], [1, 2, 3], list(range(40)), [7, 7, 7, 7, 7], [9] * 17, [3, 1, 4,
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaModel:
+def model() -> DecoderModel:
     hf_model = make_hf_model(LlamaConfig(**TINY))
-    config = ModelConfig.from_hf(hf_model.config)
+    config = read_model_config(hf_model.config)
     weights = [(name, weight.detach()) for name, weight in hf_model.named_parameters()]
-    return LlamaModel(config, weights, torch.float32, torch.device("cpu"))
+    return DecoderModel(config, weights, torch.float32, torch.device("cpu"))
 
 
 def make_config(**changes) -> EngineConfig:
@@ -119,7 +119,7 @@ def test_steps_without_memory_give_the_same_tokens(model, overlaps, sampling, mo
     runner = ModelRunner(make_config(), model=model)
     runner.overlaps = overlaps
     expected = generate(make_config(), runner, **sampling)
-    forward, num_refused = LlamaModel.forward, 0
+    forward, num_refused = DecoderModel.forward, 0
 
     def cramped(model, input_ids, *args):
         nonlocal num_refused
@@ -128,14 +128,14 @@ def test_steps_without_memory_give_the_same_tokens(model, overlaps, sampling, mo
             torch.empty(1 << 46)
         return forward(model, input_ids, *args)
 
-    monkeypatch.setattr(LlamaModel, "forward", cramped)
+    monkeypatch.setattr(DecoderModel, "forward", cramped)
     assert generate(make_config(), runner, **sampling) == expected
     assert num_refused
 
 
 def test_other_errors_of_a_step_are_not_out_of_memory(model, monkeypatch):
     runner = ModelRunner(make_config(), model=model)
-    monkeypatch.setattr(LlamaModel, "forward", lambda *_: torch.zeros(2) @ torch.zeros(3))
+    monkeypatch.setattr(DecoderModel, "forward", lambda *_: torch.zeros(2) @ torch.zeros(3))
     with pytest.raises(RuntimeError, match=r"step failed: .* size"):
         generate(make_config(), runner)
 
@@ -232,7 +232,7 @@ def test_the_model_passes_batch_invariant_to_each_operation(model, monkeypatch):
     weights = [(name, weight.detach()) for name, weight in hf_model.named_parameters()]
     device = torch.device("cpu")
     for batch_invariant in (False, True):
-        model = LlamaModel(model.config, weights, torch.float32, device, batch_invariant)
+        model = DecoderModel(model.config, weights, torch.float32, device, batch_invariant)
         asked.clear()
         ModelRunner(make_config(max_num_batched_tokens=8), model=model)
         one_step = [("linear", batch_invariant), ("attention", batch_invariant)]
@@ -258,7 +258,7 @@ def test_share_of_the_free_memory(model, monkeypatch):
 
 
 @torch.inference_mode()
-def prompt_logprobs(model: LlamaModel, prompt: list[int]) -> Tensor:
+def prompt_logprobs(model: DecoderModel, prompt: list[int]) -> Tensor:
     """[len(prompt) - 1, vocab]: for each prompt token but the first, in one pass."""
     runner = ModelRunner(make_config(max_num_batched_tokens=64), model=model)
     sequence = Sequence(EngineRequest(0, prompt, 1))

@@ -1,4 +1,4 @@
-"""The Llama family on the operations of `kernels`: Llama, SmolLM, Mistral, Qwen2, Qwen3.
+"""The one decoder on the operations of `kernels`: whatever its config describes.
 
 Knows tokens, positions and the cache's tensors. Does not know sequences, requests or sampling.
 """
@@ -15,10 +15,12 @@ from tritium import kernels
 from tritium.backend.runner.models.config import ModelConfig
 from tritium.backend.runner.models.lora import LoraRows, PackedLora, add_lora, read_adapter, stack
 from tritium.kernels import AttentionMetadata, KVCache, PackedWeight
-from tritium.kernels.cpu import Decoder, LayerWeights
+from tritium.kernels.cpu import Decoder, LayerWeights, Shape
+
+_FIRST_POSITIONS = 4096  # until the size of the KV cache is known
 
 
-class LlamaModel:
+class DecoderModel:
     """A decoder with its weights.
 
     Args:
@@ -48,10 +50,9 @@ class LlamaModel:
         empty = partial(torch.empty, dtype=dtype, device=device)
         self.embed_tokens = empty(config.vocab_size, config.hidden_size)
         self.layers = [
-            _DecoderLayer(config, f"model.layers.{i}", empty, batch_invariant)
-            for i in range(config.num_layers)
+            _DecoderLayer(config, i, empty, batch_invariant) for i in range(config.num_layers)
         ]
-        self.norm = empty(config.hidden_size)
+        self.norm = empty(config.hidden_size, dtype=torch.float32)
         self.lm_head: Tensor | PackedWeight = (
             self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
         )
@@ -61,14 +62,17 @@ class LlamaModel:
             layer.pack(weight_bits, arena)
         self.lm_head = kernels.pack_linear(self.lm_head, weight_bits, arena)
         self._decoder = Decoder.of(
-            [layer.weights() for layer in self.layers], self.norm, config.rms_norm_eps
+            [layer.weights() for layer in self.layers], self.norm, _c_shape(config), dtype
         )
+        self.cos = self.sin = torch.empty(0)
+        self.set_num_positions(min(config.max_position_embeddings, _FIRST_POSITIONS))
 
-        positions = torch.arange(config.max_position_embeddings, dtype=torch.float32, device=device)
-        inv_freq = torch.tensor(config.rope_inv_freq, dtype=torch.float32, device=device)
-        angles = positions[:, None] * inv_freq
-        self.cos = angles.cos() * config.rope_scale  # [max_position_embeddings, head_dim // 2]
-        self.sin = angles.sin() * config.rope_scale  # [max_position_embeddings, head_dim // 2]
+    def set_num_positions(self, num_positions: int) -> None:
+        """Prepare for sequences of up to this many tokens."""
+        tables = [rope.tables(num_positions, self.device) for rope in self.config.ropes]
+        # [num_ropes, num_positions, head_dim // 2]
+        self.cos = torch.stack([cos for cos, _ in tables])
+        self.sin = torch.stack([sin for _, sin in tables])
 
     def forward(
         self,
@@ -88,27 +92,52 @@ class LlamaModel:
         Returns:
             [num_tokens, hidden], after the final norm.
         """
-        eps = self.config.rms_norm_eps
-        cos, sin = self.cos[positions], self.sin[positions]  # [num_tokens, head_dim // 2]
+        # [num_ropes, num_tokens, head_dim // 2]
+        cos, sin = self.cos[:, positions], self.sin[:, positions]
         residual = F.embedding(input_ids, self.embed_tokens)  # [num_tokens, hidden]
+        if self.config.embedding_multiplier != 1:
+            residual *= self.config.embedding_multiplier
         if self._decoder and not lora and self._decoder.supports_cache(kv_caches[0]):
-            scale, window = self.config.head_dim**-0.5, self.config.sliding_window
-            return self._decoder(residual, cos, sin, kv_caches, metadata, scale, window)
-        x = kernels.rms_norm(residual, self.layers[0].input_norm, eps)  # [num_tokens, hidden]
+            return self._decoder(residual, cos, sin, kv_caches, metadata)
+        x = self._norm(residual, self.layers[0].attention_norm)  # [num_tokens, hidden]
         # Each addition to the residual stream is fused with the norm that reads it next.
-        next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
+        next_norms = [layer.attention_norm for layer in self.layers[1:]] + [self.norm]
         for layer, kv_cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
-            x = layer.attend(x, cos, sin, kv_cache, metadata, lora)
-            x, residual = kernels.add_rms_norm(x, residual, layer.post_attention_norm, eps)
+            x = layer.attend(x, cos[layer.rope], sin[layer.rope], kv_cache, metadata, lora)
+            x, residual = self._add(x, residual, layer.attention_out_norm, layer.mlp_norm)
             x = layer.feed_forward(x, lora)
-            x, residual = kernels.add_rms_norm(x, residual, next_norm, eps)
+            x, residual = self._add(x, residual, layer.mlp_out_norm, next_norm)
         return x
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """x normalised; x itself where the model has no norm. [num_tokens, hidden]"""
+        return x if weight is None else kernels.rms_norm(x, weight, self.config.rms_norm_eps)
+
+    def _add(
+        self, x: Tensor, residual: Tensor, out_norm: Tensor | None, next_norm: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(next_norm(sum), sum), sum = residual + out_norm(x) * residual_multiplier.
+
+        [num_tokens, hidden] each; the sum may overwrite `residual`.
+        """
+        x = self._norm(x, out_norm)
+        if self.config.residual_multiplier != 1:
+            x = x * self.config.residual_multiplier
+        if next_norm is None:
+            residual = residual + x
+            return residual, residual
+        return kernels.add_rms_norm(x, residual, next_norm, self.config.rms_norm_eps)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] from `forward` -> [n, vocab_size] float32."""
-        return kernels.linear(
+        logits = kernels.linear(
             hidden, self.lm_head, dtype=torch.float32, batch_invariant=self.batch_invariant
         )
+        if self.config.logits_divisor != 1:
+            logits /= self.config.logits_divisor
+        if cap := self.config.logit_soft_cap:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits
 
     def is_batch_invariant(self, kv_cache: KVCache) -> bool:
         """Whether, without adapters, a token's logits depend only on its sequence, to the bit.
@@ -137,6 +166,7 @@ class LlamaModel:
         adapter = read_adapter(directory, shapes)
         for part in linears:
             if (weights := stack(part.parts, adapter)) is not None:
+                weights = weights._replace(b=part.in_order(weights.b))
                 a, b = (
                     kernels.pack_linear(weight.to(self.device, self.dtype)) for weight in weights
                 )
@@ -146,8 +176,9 @@ class LlamaModel:
         """Copy each weight into its tensor, which converts the dtype and moves it to the device."""
         targets = dict(self._targets())
         tied_head = None
-        for name, weight in weights:
-            if name.endswith("rotary_emb.inv_freq"):  # in old checkpoints; the config has it, too
+        for stored_name, weight in weights:
+            name = self._name(stored_name)
+            if name is None or name.endswith("rotary_emb.inv_freq"):  # the config has it, too
                 continue
             if name == "lm_head.weight" and self.config.tie_word_embeddings:
                 tied_head = weight
@@ -161,6 +192,8 @@ class LlamaModel:
                     f"but {list(target.shape)} by the config."
                 )
             target.copy_(weight)
+            if name.endswith("norm.weight") and self.config.norm_offset:
+                target += self.config.norm_offset
         if targets:
             first = ", ".join(list(targets)[:5])
             raise ValueError(f"The checkpoint lacks {len(targets)} weights, among them {first}.")
@@ -171,6 +204,16 @@ class LlamaModel:
                 "The config ties lm_head.weight to the embeddings, but the checkpoint holds "
                 "another. If the checkpoint is right, set tie_word_embeddings to false."
             )
+
+    def _name(self, stored: str) -> str | None:
+        """A weight's name in a checkpoint of text alone; None if text does not need the weight."""
+        names = self.config.names
+        if stored.startswith(names.ignored):
+            return None
+        for beginning, here in names.renamed:
+            if stored.startswith(beginning):
+                return here + stored.removeprefix(beginning)
+        return stored
 
     def _targets(self) -> Iterator[tuple[str, Tensor]]:
         """(name in transformers, tensor) of each weight."""
@@ -187,31 +230,54 @@ class _DecoderLayer:
     def __init__(
         self,
         config: ModelConfig,
-        name: str,
+        index: int,
         empty: Callable[..., Tensor],
         batch_invariant: bool,
     ) -> None:
         self.config = config
-        self.name = name
+        self.name = f"model.layers.{index}"
+        self.rope = config.layer_ropes[index]
+        self.window = config.windows[index]
         self.batch_invariant = batch_invariant
         hidden, intermediate = config.hidden_size, config.intermediate_size
         q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
-        self.input_norm = empty(hidden)
-        self.post_attention_norm = empty(hidden)
-        self.q_norm = empty(config.head_dim) if config.qk_norm else None
-        self.k_norm = empty(config.head_dim) if config.qk_norm else None
+        names = config.names
+        self.norms: dict[str, Tensor] = {}  # by name in transformers
 
-        def stacked(module: str, in_features: int, bias: bool, **parts: int) -> _Linear:
-            named = {f"{name}.{module}.{part}": size for part, size in parts.items()}
-            return _Linear(in_features, named, bias, empty, batch_invariant)
+        def norm(name: str | None, size: int = hidden) -> Tensor | None:
+            if name is None:
+                return None
+            self.norms[f"{self.name}.{name}"] = weight = empty(size, dtype=torch.float32)
+            return weight
 
-        qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        gate_up = {"gate_proj": intermediate, "up_proj": intermediate}
-        self.qkv_proj = stacked("self_attn", hidden, config.attention_bias, **qkv)
-        self.o_proj = stacked("self_attn", q_size, config.o_bias, o_proj=hidden)
-        self.gate_up_proj = stacked("mlp", hidden, config.mlp_bias, **gate_up)
-        self.down_proj = stacked("mlp", intermediate, config.mlp_bias, down_proj=hidden)
+        self.attention_norm = norm(names.attention_norm)
+        self.attention_out_norm = norm(names.attention_out_norm)
+        self.mlp_norm = norm(names.mlp_norm)
+        self.mlp_out_norm = norm(names.mlp_out_norm)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            per_head = config.qk_norm == "head"
+            self.q_norm = norm("self_attn.q_norm", config.head_dim if per_head else q_size)
+            self.k_norm = norm("self_attn.k_norm", config.head_dim if per_head else kv_size)
+
+        def stacked(
+            module: str,
+            in_features: int,
+            bias: bool,
+            parts: dict[str, int],
+            order: Tensor | None = None,
+        ) -> _Linear:
+            named = {f"{self.name}.{module}.{part}": size for part, size in parts.items()}
+            return _Linear(in_features, named, bias, empty, batch_invariant, order)
+
+        qkv = _split(names.qkv, (q_size, kv_size, kv_size))
+        gate_up = _split(names.gate_up, (intermediate,) * (2 if config.is_gated else 1))
+        order = _order_of_pairs(config)
+        self.qkv_proj = stacked("self_attn", hidden, config.attention_bias, qkv, order)
+        self.o_proj = stacked("self_attn", q_size, config.o_bias, {"o_proj": hidden})
+        self.gate_up_proj = stacked("mlp", hidden, config.mlp_bias, gate_up)
+        self.down_proj = stacked("mlp", intermediate, config.mlp_bias, {"down_proj": hidden})
         self.linears = (self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj)
 
     def attend(
@@ -231,31 +297,38 @@ class _DecoderLayer:
         if self.q_norm is not None and self.k_norm is not None:
             qk_norm = (self.q_norm, self.k_norm, config.rms_norm_eps)
         q = kernels.rope_and_cache(qkv, cos, sin, kv_cache, metadata.slot_mapping, qk_norm)
-        scale, window = config.head_dim**-0.5, config.sliding_window
         # [num_tokens, num_heads, head_dim]
         out = kernels.attention(
-            q, kv_cache, metadata, scale, window, batch_invariant=self.batch_invariant
+            q,
+            kv_cache,
+            metadata,
+            config.attention_scale,
+            self.window,
+            config.attention_soft_cap,
+            batch_invariant=self.batch_invariant,
         )
         return self.o_proj(out.flatten(1), lora)
 
     def feed_forward(self, x: Tensor, lora: LoraRows | None) -> Tensor:
-        """down(silu(gate(x)) * up(x)). [num_tokens, hidden] -> [num_tokens, hidden]."""
-        return self.down_proj(kernels.silu_and_mul(self.gate_up_proj(x, lora)), lora)
+        """down(act(gate(x)) * up(x)). [num_tokens, hidden] -> [num_tokens, hidden]."""
+        config = self.config
+        activated = kernels.activate(self.gate_up_proj(x, lora), config.activation, config.is_gated)
+        return self.down_proj(activated, lora)
 
     def targets(self) -> Iterator[tuple[str, Tensor]]:
         """(name in transformers, tensor) of each weight."""
-        yield f"{self.name}.input_layernorm.weight", self.input_norm
-        yield f"{self.name}.post_attention_layernorm.weight", self.post_attention_norm
-        if self.q_norm is not None and self.k_norm is not None:
-            yield f"{self.name}.self_attn.q_norm.weight", self.q_norm
-            yield f"{self.name}.self_attn.k_norm.weight", self.k_norm
+        for name, weight in self.norms.items():
+            yield f"{name}.weight", weight
         for part in self.linears:
             yield from part.targets()
 
     def pack(self, weight_bits: int, arena: kernels.Arena) -> None:
         for part in self.linears:
             assert isinstance(part.weight, Tensor), "packed before"
-            part.weight = kernels.pack_linear(part.weight, weight_bits, arena)
+            weight = part.in_order(part.weight)
+            part.weight = kernels.pack_linear(weight, weight_bits, arena)
+            if part.bias is not None:
+                part.bias = part.in_order(part.bias)
 
     def weights(self) -> LayerWeights | None:
         """For `kernels.cpu`, after packing; None unless all weights are in its layout."""
@@ -266,9 +339,70 @@ class _DecoderLayer:
         ]
         if len(pairs) < len(self.linears):
             return None
+        qkv, o, gate_up, down = pairs
         return LayerWeights(
-            self.input_norm, self.post_attention_norm, self.q_norm, self.k_norm, *pairs
+            self.attention_norm,
+            self.attention_out_norm,
+            self.mlp_norm,
+            self.mlp_out_norm,
+            self.q_norm,
+            self.k_norm,
+            qkv,
+            o,
+            gate_up,
+            down,
+            self.window,
+            self.rope,
         )
+
+
+def _split(names: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, int]:
+    """Name -> rows of each stored projection: one per size, or one for all."""
+    if len(names) == 1:
+        return {names[0]: sum(sizes)}
+    return dict(zip(names, sizes, strict=True))
+
+
+def _order_of_pairs(config: ModelConfig) -> Tensor | None:
+    """The stacked rows of queries, keys and values, in the order in which `Rope` pairs them.
+
+    [out_features] int64; None if the checkpoint has that order. Queries and keys are permuted
+    alike within each head, which changes no score. A checkpoint that rotates only the first
+    numbers of a head pairs them among themselves::
+
+        rotated: a a b b, not: c c      ->      a b c | a b c
+        interleaved: a b a b            ->      a b | a b
+    """
+    half = config.head_dim // 2
+    rotated = max(half - rope.inv_freq.count(0.0) for rope in config.ropes)
+    within = torch.arange(config.head_dim)
+    if config.is_rope_interleaved:
+        within = within.view(half, 2).t().flatten()
+    elif rotated < half:
+        rest = within[2 * rotated :].chunk(2)
+        pairs = within[: 2 * rotated].chunk(2)
+        within = torch.cat((pairs[0], rest[0], pairs[1], rest[1]))
+    else:
+        return None
+    heads = torch.arange(config.num_heads + config.num_kv_heads)[:, None] * config.head_dim
+    permuted = (heads + within).flatten()
+    values = torch.arange(config.num_kv_heads * config.head_dim) + len(permuted)
+    return torch.cat((permuted, values))
+
+
+def _c_shape(config: ModelConfig) -> Shape:
+    return Shape(
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.intermediate_size,
+        config.rms_norm_eps,
+        config.attention_scale,
+        config.attention_soft_cap or 0.0,
+        config.residual_multiplier,
+        config.activation,
+        config.is_gated,
+    )
 
 
 class _Linear:
@@ -278,6 +412,7 @@ class _Linear:
 
     Args:
         parts: Name in transformers -> out_features of each projection, in the order of stacking.
+        order: The stacked rows in the order in which they are computed; None: as they are stored.
     """
 
     def __init__(
@@ -287,7 +422,9 @@ class _Linear:
         bias: bool,
         empty: Callable[..., Tensor],
         batch_invariant: bool,
+        order: Tensor | None = None,
     ) -> None:
+        self.order = order
         self.batch_invariant = batch_invariant
         self.in_features = in_features
         self.parts = parts
@@ -302,6 +439,10 @@ class _Linear:
         if lora:
             add_lora(out, x, self.adapters, lora)
         return out
+
+    def in_order(self, rows: Tensor) -> Tensor:
+        """The stacked rows [out_features, ...] in the order in which they are computed."""
+        return rows if self.order is None else rows[self.order.to(rows.device)]
 
     def targets(self) -> Iterator[tuple[str, Tensor]]:
         """(name in transformers, its rows) of each weight and bias; only before packing."""
