@@ -350,7 +350,7 @@ def test_gguf_metadata_that_would_be_computed_wrongly_is_refused(tmp_path: Path)
         (MixtralConfig(), "model_type 'mixtral', which is not supported"),
         (
             LlamaConfig(**TINY, num_local_experts=8),
-            "num_local_experts 8 in its config, which is not supported for",
+            "num_local_experts 8 in its config",
         ),
         (LlamaConfig(**TINY, hidden_act="gelu"), "hidden_act 'gelu', .*Supported: silu"),
         (
