@@ -121,7 +121,7 @@ def weight_bytes(runner: ModelRunner) -> int:
         tensor.nbytes
         for weight in weights
         for tensor in (weight if isinstance(weight, cpu.PackedWeight) else (weight,))
-        if tensor is not None
+        if isinstance(tensor, torch.Tensor)
     )
 
 

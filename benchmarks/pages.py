@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pydantic_core import PydanticUndefined
 
 from tritium.backend.config import EngineConfig
-from tritium.benchmarks import roofline
+from tritium.benchmarks import model_checks, roofline
 
 ROOT = Path(__file__).resolve().parents[1]
 _SETTING = re.compile(r'key: "(\w+)", value: \{ string_value: "([^"]*)" \}')
@@ -66,6 +66,7 @@ def _kernels() -> str:
 
 
 PARTS = {
+    "models": Part(ROOT / "docs/models.md", model_checks.table),
     "configuration": Part(ROOT / "docs/configuration.md", configuration_table),
     "roofline": Part(
         ROOT / "docs/kernels.md", lambda: "\n\n".join(roofline.report(1024, roofline.H200))

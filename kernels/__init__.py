@@ -52,8 +52,8 @@ def pack_linear(
         return cpu.pack(weight, bits, arena)
     if bits < 16:
         raise ValueError(
-            f"weights in {bits} bits need bfloat16, a CPU with AVX2, a C compiler, and sizes that "
-            f"are multiples of 32, not {list(weight.shape)} in {weight.dtype} on {weight.device}"
+            f"weights in {bits} bits need bfloat16, a CPU with AVX2, a C compiler, and rows of a "
+            f"multiple of 32, not {list(weight.shape)} in {weight.dtype} on {weight.device}"
         )
     return reference.pack_linear(weight)
 

@@ -31,6 +31,10 @@ class LayerWeights(NamedTuple):
     window: int | None  # keys that a token sees, its own included; None: all
     rope: int  # which cos and sin
 
+    def has_padding(self) -> bool:
+        """Whether a weight has more rows than its output."""
+        return any(weight.padding for weight, _ in (self.qkv, self.o, self.gate_up, self.down))
+
 
 class Shape(NamedTuple):
     """What all layers have in common."""
@@ -77,7 +81,7 @@ class Decoder:
         dtype: torch.dtype,
     ) -> "Decoder | None":
         """A decoder; None if the dtype, or a layer's weights, are not supported."""
-        packed = [layer for layer in layers if layer]
+        packed = [layer for layer in layers if layer and not layer.has_padding()]
         rows = norm.to(dtype)
         return (
             cls(packed, norm, shape) if supports_rows(rows) and len(packed) == len(layers) else None

@@ -27,10 +27,12 @@ def bind_threads() -> None:
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """See `kernels.linear`."""
     x = x.contiguous()
-    m, k, n = len(x), weight.in_features, weight.out_features
+    m, k, n = len(x), weight.in_features, weight.out_features + weight.padding
     assert x.shape[1] == k
     assert dtype in (torch.bfloat16, torch.float32)
     out = x.new_empty(m, n, dtype=dtype)
+    if bias is not None and weight.padding:
+        bias = torch.cat((bias, bias.new_zeros(weight.padding)))
     build.loaded().linear(
         x.data_ptr(),
         weight.struct(),
@@ -41,7 +43,7 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dt
         k,
         n,
     )
-    return out
+    return out[:, : weight.out_features].contiguous()  # a copy only if there is padding
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:

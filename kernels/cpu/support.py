@@ -20,7 +20,7 @@ def supports_rows(x: Tensor) -> bool:
 
 def supports_packing(weight: Tensor) -> bool:
     """Whether `pack` supports this weight [out_features, in_features]."""
-    return supports_rows(weight) and weight.shape[0] % TILE_ROWS == 0
+    return supports_rows(weight)
 
 
 def supports_cache(x: Tensor, kv_cache: KVCache) -> bool:

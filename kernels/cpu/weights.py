@@ -14,15 +14,16 @@ _ALIGNMENT = 64  # bytes
 class PackedWeight(NamedTuple):
     """A weight [out_features, in_features] in the layout that only `linear` reads."""
 
-    # n = out_features, k = in_features.
+    # n = out_features, rounded up to a multiple of 16; k = in_features.
     # 16 bits: [n / 16, k / 2, 16, 2] bfloat16; 8 bits: int8 of that shape; 4 bits:
     # [n / 16, k / 2, 16] uint8, two values per byte.
     values: Tensor
     scales: Tensor | None  # 8 bits: [n] float32; 4 bits: [n / 16, k / 32, 2, 16] float16
+    padding: int = 0  # rows of 0 at the end
 
     @property
     def out_features(self) -> int:
-        return len(self.values) * TILE_ROWS
+        return len(self.values) * TILE_ROWS - self.padding
 
     @property
     def in_features(self) -> int:
@@ -30,7 +31,8 @@ class PackedWeight(NamedTuple):
 
     def struct(self) -> Weight:
         """For C: the pointers are valid as long as this object lives."""
-        bits = self.values.nbytes * 8 // (self.out_features * self.in_features)
+        num_rows = self.out_features + self.padding
+        bits = self.values.nbytes * 8 // (num_rows * self.in_features)
         return Weight(self.values.data_ptr(), pointer(self.scales), bits)
 
 
@@ -62,7 +64,10 @@ def pack(weight: Tensor, bits: int = 16, arena: Arena | None = None) -> PackedWe
     Args:
         arena: Where the result is kept; None: in memory of its own.
     """
-    packed = _packed(weight, bits)
+    padding = -len(weight) % TILE_ROWS
+    if padding:
+        weight = torch.cat((weight, weight.new_zeros(padding, weight.shape[1])))
+    packed = _packed(weight, bits)._replace(padding=padding)
     return packed._replace(values=arena.keep(packed.values)) if arena else packed
 
 

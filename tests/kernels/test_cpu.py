@@ -101,7 +101,7 @@ def test_rounding_to_few_bits(bits):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rounding_is_refused_where_it_is_not_supported(bits):
-    for weight in (torch.randn(32, 32), torch.randn(40, 32).to(DTYPE)):
+    for weight in (torch.randn(32, 32), torch.randn(32, 40).to(DTYPE)):
         with pytest.raises(ValueError, match=f"{bits} bits need bfloat16"):
             kernels.pack_linear(weight, bits)
 
@@ -126,6 +126,22 @@ def test_linear_on_any_number_of_threads(num_threads):
     finally:
         torch.set_num_threads(before)
     assert error(out, x.double() @ weight.double().T) < BOUND
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("out_features", [1, 40, 49])
+def test_any_number_of_rows_of_a_weight(bits, out_features):
+    """Such as a vocabulary of 50,257 tokens."""
+    x, bias = torch.randn(3, 64).to(DTYPE), torch.randn(out_features).to(DTYPE)
+    weight = torch.randn(out_features, 64).to(DTYPE)
+    exact = weight if bits == 16 else reference.quantize(weight, bits).dequantize()
+    if bits == 4:
+        exact = exact.to(DTYPE)
+    packed = kernels.pack_linear(weight, bits)
+    out = kernels.linear(x, packed, bias, dtype=torch.float32)
+    assert out.shape == (3, packed.out_features) == (3, out_features)
+    assert out.is_contiguous()
+    assert error(out, x.double() @ exact.double().T + bias) < BOUND
 
 
 @pytest.mark.parametrize("shape", [(40, 64), (64, 40)], ids=str)
