@@ -93,6 +93,25 @@ def architectures() -> Iterator[Checked]:
     )
     yield Checked("qwen3", "Qwen3", "norms of queries and keys", _config("Qwen3Config"))
     yield Checked(
+        "mixtral",
+        "Mixtral 8x7B",
+        "mixture of experts",
+        _config("MixtralConfig", num_local_experts=4),
+    )
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    yield Checked(
+        "qwen2_moe",
+        "Qwen1.5-MoE-A2.7B",
+        "mixture of experts, one of them for all tokens",
+        _config("Qwen2MoeConfig", **experts, shared_expert_intermediate_size=96),
+    )
+    yield Checked(
+        "qwen3_moe",
+        "Qwen3-30B-A3B",
+        "mixture of experts, in some layers",
+        _config("Qwen3MoeConfig", **experts, norm_topk_prob=True, mlp_only_layers=[1]),
+    )
+    yield Checked(
         "smollm3",
         "SmolLM3",
         "every fourth layer without positions",

@@ -17,6 +17,7 @@ __all__ = [
     "Arena",
     "AttentionMetadata",
     "KVCache",
+    "PackedExperts",
     "PackedWeight",
     "SamplingTensors",
     "activate",
@@ -26,7 +27,9 @@ __all__ = [
     "apply_penalties",
     "attention",
     "bind_threads",
+    "experts",
     "linear",
+    "pack_experts",
     "pack_linear",
     "rms_norm",
     "rope_and_cache",
@@ -34,6 +37,9 @@ __all__ = [
 ]
 
 bind_threads = cpu.bind_threads
+
+# The weights of all experts: one tensor on CUDA, elsewhere each in the layout of `linear`.
+PackedExperts = Tensor | tuple[Tensor | PackedWeight, ...]
 
 
 def pack_linear(
@@ -77,6 +83,45 @@ def linear(
 
         return matmul(x, weight, bias, dtype)
     return reference.linear(x, weight, bias).to(dtype or x.dtype)
+
+
+def pack_experts(weight: Tensor, bits: int = 16, arena: Arena | None = None) -> PackedExperts:
+    """Weights [num_experts, out_features, in_features] in the layout that only `experts` reads.
+
+    Args and errors: as those of `pack_linear`.
+    """
+    if weight.is_cuda and bits == 16:
+        return weight
+    return tuple(pack_linear(expert, bits, arena) for expert in weight)
+
+
+def experts(
+    x: Tensor,  # [num_tokens, hidden]
+    expert_ids: Tensor,  # [num_tokens, k] int64: the experts of each token
+    weights: Tensor,  # [num_tokens, k] float32: their parts in its result
+    gate_up: PackedExperts,  # [num_experts, 2 * size, hidden], the gate first
+    down: PackedExperts,  # [num_experts, hidden, size]
+    activation: str,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """Each token's sum of weight * down(activation(gate(x)) * up(x)) over its experts.
+
+    A mixture of experts (Shazeer et al., 2017). [num_tokens, hidden]
+
+    Args:
+        batch_invariant: On CUDA, whether a token's result must not depend on the number of tokens.
+    """
+    if isinstance(gate_up, Tensor):
+        from tritium.kernels.cuda.experts import experts as on_cuda
+
+        assert isinstance(down, Tensor)
+        return on_cuda(x, expert_ids, weights, gate_up, down, activation, batch_invariant)
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for expert, tokens, weight in reference.tokens_of_experts(expert_ids, weights):
+        hidden = activate(linear(x[tokens], gate_up[expert]), activation)
+        # In the order of the experts, so that a token's sum does not depend on other tokens.
+        out.index_add_(0, tokens, linear(hidden, down[expert], dtype=torch.float32) * weight)
+    return out.to(x.dtype)
 
 
 def rms_norm(

@@ -87,6 +87,35 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def tokens_of_experts(
+    expert_ids: Tensor,  # [num_tokens, k] int64
+    weights: Tensor,  # [num_tokens, k] float32
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(expert, its tokens [n] int64, their weights [n, 1]) of each expert that a token uses."""
+    num_per_token = expert_ids.shape[1]
+    order = expert_ids.flatten().argsort(stable=True)
+    pairs, counts = expert_ids.flatten()[order].unique_consecutive(return_counts=True)
+    parts = order.split(counts.tolist())
+    for expert, part in zip(pairs.tolist(), parts, strict=True):
+        yield expert, part // num_per_token, weights.flatten()[part, None]
+
+
+def experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+) -> Tensor:
+    """See `kernels.experts`."""
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for expert, tokens, weight in tokens_of_experts(expert_ids, weights):
+        hidden = activate(F.linear(x[tokens], gate_up[expert]), activation, is_gated=True)
+        out.index_add_(0, tokens, F.linear(hidden, down[expert]).float() * weight)
+    return out.to(x.dtype)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich, 2019)."""
     return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)

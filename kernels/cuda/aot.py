@@ -31,6 +31,7 @@ from tritium.kernels.cuda.add_bias import add_bias
 from tritium.kernels.cuda.apply_mask import apply_mask
 from tritium.kernels.cuda.apply_penalties import apply_penalties
 from tritium.kernels.cuda.decode_attention import decode_attention
+from tritium.kernels.cuda.experts import experts
 from tritium.kernels.cuda.matmul import matmul
 from tritium.kernels.cuda.norm import rms_norm
 from tritium.kernels.cuda.paged_attention import paged_attention
@@ -145,6 +146,8 @@ def other_variants() -> Iterator[tuple[str, Launch]]:
     yield "matmul-4096-bias", partial(product, 4096, bias=True)
     yield "matmul-4096-logits", partial(product, 4096, out_dtype=torch.float32)
     yield "matmul-4096-float32", partial(product, 4096, dtype=torch.float32)
+    yield "experts-2048-short", partial(mixture, num_tokens=2)
+    yield "experts-2048", partial(mixture, num_tokens=2048)
     yield "sample", partial(draw, filtered=False)
     yield "sample-filters", partial(draw, filtered=True)
     yield "add_bias", bias
@@ -215,6 +218,17 @@ def rope(
 def norm(size: int, add: bool) -> None:
     weight = empty(size, dtype=torch.float32)
     rms_norm(empty(2, size), weight, 1e-5, empty(2, size) if add else None)
+
+
+def mixture(num_tokens: int, num_experts: int = 16, hidden: int = 2048, size: int = 768) -> None:
+    experts(
+        empty(num_tokens, hidden),
+        empty(num_tokens, 8, dtype=torch.int64).zero_(),  # read by PyTorch, too
+        empty(num_tokens, 8, dtype=torch.float32),
+        empty(num_experts, 2 * size, hidden),
+        empty(num_experts, hidden, size),
+        "silu",
+    )
 
 
 def product(

@@ -9,29 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tritium.kernels.cuda.attention import LOG2_E, NUM_STAGES, attend, check_attention
+from tritium.kernels.cuda.segments import find_segment
 from tritium.kernels.metadata import AttentionMetadata, KVCache
-
-
-@triton.jit
-def _find_sequence(
-    query_start_loc_ptr,  # [num_seqs + 1] int32
-    q_block,
-    num_seqs,
-    BLOCK_Q: tl.constexpr,
-):
-    """The last sequence i with query_start_loc[i] // BLOCK_Q + i <= q_block.
-
-    That sum is where sequence i's Q-blocks start: each sequence before it has one Q-block more
-    than its whole ones, enough for any remainder. So the host need not know the lengths.
-    """
-    low, high = 0, num_seqs
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(query_start_loc_ptr + middle) // BLOCK_Q + middle <= q_block:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
 
 
 # A value that varies from batch to batch must not cause another compilation. Vector loads need
@@ -76,7 +55,7 @@ def _paged_attention(
     kv_head = tl.program_id(1)
 
     # -- which tokens: [first_token, end_token) of sequence `seq` --
-    seq = _find_sequence(query_start_loc_ptr, q_block, num_seqs, BLOCK_Q)
+    seq = find_segment(query_start_loc_ptr, q_block, num_seqs, BLOCK_Q)
     query_start = tl.load(query_start_loc_ptr + seq)
     query_len = tl.load(query_start_loc_ptr + seq + 1) - query_start
     first_token = (q_block - (query_start // BLOCK_Q + seq)) * BLOCK_Q

@@ -82,6 +82,7 @@ def test_every_kernel_is_compiled(rows: list[Row]) -> None:
             "apply_penalties",
             "decode_attention",
             "find_thresholds",
+            "grouped_matmul",
             "matmul",
             "merge_splits",
             "paged_attention",
@@ -126,9 +127,9 @@ def test_attention_rounds_the_same_with_and_without_a_mask(rows: list[Row]) -> N
             assert all(loop == sums[0] for loop in sums), row
 
 
-def test_the_matrix_product_loads_rows_and_weights_by_16_bytes(rows: list[Row]) -> None:
+def test_matrix_products_load_rows_and_weights_by_16_bytes(rows: list[Row]) -> None:
     for row in rows:
-        if row["kernel"] == "matmul":
+        if row["kernel"] in ("matmul", "grouped_matmul"):
             assert set(max(row["loops"], key=lambda loop: sum(loop.values()))) == {"16"}, row
 
 

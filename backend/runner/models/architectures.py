@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from tritium.backend.runner.models.config import ModelConfig, WeightNames
+from tritium.backend.runner.models.config import ExpertsConfig, ModelConfig, WeightNames
 from tritium.backend.runner.models.rope import Rope, max_positions, no_rope, read_rope
 
 # Keys that change no result: about training, saving, other software, sampling (that of
@@ -109,6 +109,53 @@ def _qwen2(read: _Reader) -> _Fields:
 
 def _qwen3(read: _Reader) -> _Fields:
     return {**_qwen2(read), **_llama(read), "qk_norm": "head"}
+
+
+def _mixtral(read: _Reader) -> _Fields:
+    read.mark("router_jitter_noise")  # of training
+    num_layers = read("num_hidden_layers")
+    experts = ExpertsConfig(
+        num_experts=read("num_local_experts"),
+        num_per_token=read("num_experts_per_tok"),
+        intermediate_size=read("intermediate_size"),
+        is_normalised=True,
+        layers=(True,) * num_layers,
+        module="block_sparse_moe",
+        names=("w1", "w3", "w2"),
+    )
+    return {**_mistral(read), "experts": experts}
+
+
+def _qwen_experts(read: _Reader) -> ExpertsConfig:
+    read.mark("num_local_experts")  # a second name
+    num_experts, step = read("num_experts"), read("decoder_sparse_step")
+    dense = read("mlp_only_layers")
+    layers = (
+        i not in dense and num_experts > 0 and (i + 1) % step == 0
+        for i in range(read("num_hidden_layers"))
+    )
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_per_token=read("num_experts_per_tok"),
+        intermediate_size=read("moe_intermediate_size"),
+        is_normalised=bool(read("norm_topk_prob")),
+        layers=tuple(layers),
+        shared_size=read("shared_expert_intermediate_size", 0),
+    )
+
+
+def _qwen2_moe(read: _Reader) -> _Fields:
+    bias = bool(read("qkv_bias"))
+    return {**_qwen2(read), "attention_bias": bias, "experts": _qwen_experts(read)}
+
+
+def _qwen3_moe(read: _Reader) -> _Fields:
+    window = read("sliding_window") or None  # in all layers
+    return {
+        **_qwen3(read),
+        "windows": (window,) * read("num_hidden_layers"),
+        "experts": _qwen_experts(read),
+    }
 
 
 def _smollm3(read: _Reader) -> _Fields:
@@ -224,12 +271,15 @@ _ARCHITECTURES: dict[str, Callable[[_Reader], _Fields]] = {
     "llama": _llama,
     "mistral": _mistral,
     "mistral3": _with_images(_mistral),
+    "mixtral": _mixtral,
     "olmo2": _olmo2,
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen2_5_vl": _with_images(_qwen2),
     "qwen2_vl": _with_images(_qwen2),
+    "qwen2_moe": _qwen2_moe,
     "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
     "qwen3_vl": _with_images(_qwen3),
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,

@@ -24,6 +24,20 @@ class WeightNames:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts in place of a layer's feed-forward block."""
+
+    num_experts: int
+    num_per_token: int
+    intermediate_size: int  # of each expert
+    is_normalised: bool  # whether the weights of a token's experts sum to 1
+    layers: tuple[bool, ...]  # which layers have experts
+    shared_size: int = 0  # intermediate size of an expert for all tokens, behind a gate; 0: none
+    module: str = "mlp"  # where they lie in a layer of the checkpoint
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder: RMSNorm, rotary positions, grouped-query attention, a feed-forward block.
 
@@ -57,6 +71,7 @@ class ModelConfig:
     norm_offset: float = 0.0  # added to the weights of norms
     activation: str = "silu"  # see `kernels.activate`
     is_gated: bool = True  # mlp: down(act(gate) * up), otherwise down(act(up))
+    experts: ExpertsConfig | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from tritium import kernels
 from tritium.backend.runner.models.config import ModelConfig
-from tritium.backend.runner.models.lora import LoraRows, PackedLora, add_lora, read_adapter, stack
+from tritium.backend.runner.models.linear import Linear
+from tritium.backend.runner.models.lora import LoraRows, PackedLora, read_adapter, stack
+from tritium.backend.runner.models.mlp import ExpertsMlp, Mlp
 from tritium.kernels import AttentionMetadata, KVCache, PackedWeight
 from tritium.kernels.cpu import Decoder, LayerWeights, Shape
 
@@ -105,7 +107,7 @@ class DecoderModel:
         for layer, kv_cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
             x = layer.attend(x, cos[layer.rope], sin[layer.rope], kv_cache, metadata, lora)
             x, residual = self._add(x, residual, layer.attention_out_norm, layer.mlp_norm)
-            x = layer.feed_forward(x, lora)
+            x = layer.mlp(x, lora)
             x, residual = self._add(x, residual, layer.mlp_out_norm, next_norm)
         return x
 
@@ -239,10 +241,10 @@ class _DecoderLayer:
         self.rope = config.layer_ropes[index]
         self.window = config.windows[index]
         self.batch_invariant = batch_invariant
-        hidden, intermediate = config.hidden_size, config.intermediate_size
+        hidden = config.hidden_size
         q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
-        names = config.names
+        names, experts = config.names, config.experts
         self.norms: dict[str, Tensor] = {}  # by name in transformers
 
         def norm(name: str | None, size: int = hidden) -> Tensor | None:
@@ -261,24 +263,19 @@ class _DecoderLayer:
             self.q_norm = norm("self_attn.q_norm", config.head_dim if per_head else q_size)
             self.k_norm = norm("self_attn.k_norm", config.head_dim if per_head else kv_size)
 
-        def stacked(
-            module: str,
-            in_features: int,
-            bias: bool,
-            parts: dict[str, int],
-            order: Tensor | None = None,
-        ) -> _Linear:
-            named = {f"{self.name}.{module}.{part}": size for part, size in parts.items()}
-            return _Linear(in_features, named, bias, empty, batch_invariant, order)
-
-        qkv = _split(names.qkv, (q_size, kv_size, kv_size))
-        gate_up = _split(names.gate_up, (intermediate,) * (2 if config.is_gated else 1))
-        order = _order_of_pairs(config)
-        self.qkv_proj = stacked("self_attn", hidden, config.attention_bias, qkv, order)
-        self.o_proj = stacked("self_attn", q_size, config.o_bias, {"o_proj": hidden})
-        self.gate_up_proj = stacked("mlp", hidden, config.mlp_bias, gate_up)
-        self.down_proj = stacked("mlp", intermediate, config.mlp_bias, {"down_proj": hidden})
-        self.linears = (self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj)
+        sizes = (q_size, kv_size, kv_size) if len(names.qkv) == 3 else (q_size + 2 * kv_size,)
+        attention = f"{self.name}.self_attn"
+        qkv = {f"{attention}.{part}": size for part, size in zip(names.qkv, sizes, strict=True)}
+        o, order = {f"{attention}.o_proj": hidden}, _order_of_pairs(config)
+        self.qkv_proj = Linear(hidden, qkv, config.attention_bias, empty, batch_invariant, order)
+        self.o_proj = Linear(q_size, o, config.o_bias, empty, batch_invariant)
+        self.mlp: Mlp | ExpertsMlp
+        if experts and experts.layers[index]:
+            self.mlp = ExpertsMlp(config, experts, self.name, empty, batch_invariant)
+        else:
+            size, name = config.intermediate_size, f"{self.name}.mlp"
+            self.mlp = Mlp(config, name, size, empty, batch_invariant)
+        self.linears = (self.qkv_proj, self.o_proj, *self.mlp.linears)
 
     def attend(
         self,
@@ -309,35 +306,27 @@ class _DecoderLayer:
         )
         return self.o_proj(out.flatten(1), lora)
 
-    def feed_forward(self, x: Tensor, lora: LoraRows | None) -> Tensor:
-        """down(act(gate(x)) * up(x)). [num_tokens, hidden] -> [num_tokens, hidden]."""
-        config = self.config
-        activated = kernels.activate(self.gate_up_proj(x, lora), config.activation, config.is_gated)
-        return self.down_proj(activated, lora)
-
     def targets(self) -> Iterator[tuple[str, Tensor]]:
         """(name in transformers, tensor) of each weight."""
         for name, weight in self.norms.items():
             yield f"{name}.weight", weight
-        for part in self.linears:
-            yield from part.targets()
+        yield from self.qkv_proj.targets()
+        yield from self.o_proj.targets()
+        yield from self.mlp.targets()
 
     def pack(self, weight_bits: int, arena: kernels.Arena) -> None:
-        for part in self.linears:
-            assert isinstance(part.weight, Tensor), "packed before"
-            weight = part.in_order(part.weight)
-            part.weight = kernels.pack_linear(weight, weight_bits, arena)
-            if part.bias is not None:
-                part.bias = part.in_order(part.bias)
+        self.qkv_proj.pack(weight_bits, arena)
+        self.o_proj.pack(weight_bits, arena)
+        self.mlp.pack(weight_bits, arena)
 
     def weights(self) -> LayerWeights | None:
-        """For `kernels.cpu`, after packing; None unless all weights are in its layout."""
+        """For `kernels.cpu`, after packing; None unless it knows all weights and their layout."""
         pairs = [
             (part.weight, part.bias)
             for part in self.linears
             if isinstance(part.weight, PackedWeight)
         ]
-        if len(pairs) < len(self.linears):
+        if len(pairs) < len(self.linears) or isinstance(self.mlp, ExpertsMlp):
             return None
         qkv, o, gate_up, down = pairs
         return LayerWeights(
@@ -356,13 +345,6 @@ class _DecoderLayer:
         )
 
 
-def _split(names: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, int]:
-    """Name -> rows of each stored projection: one per size, or one for all."""
-    if len(names) == 1:
-        return {names[0]: sum(sizes)}
-    return dict(zip(names, sizes, strict=True))
-
-
 def _order_of_pairs(config: ModelConfig) -> Tensor | None:
     """The stacked rows of queries, keys and values, in the order in which `Rope` pairs them.
 
@@ -370,8 +352,8 @@ def _order_of_pairs(config: ModelConfig) -> Tensor | None:
     alike within each head, which changes no score. A checkpoint that rotates only the first
     numbers of a head pairs them among themselves::
 
-        rotated: a a b b, not: c c      ->      a b c | a b c
-        interleaved: a b a b            ->      a b | a b
+        a b a' b' c d    ->  a b c a' b' d     the pairs are (a, a') and (b, b'); c, d stay
+        a a' b b'        ->  a b a' b'         interleaved
     """
     half = config.head_dim // 2
     rotated = max(half - rope.inv_freq.count(0.0) for rope in config.ropes)
@@ -403,52 +385,3 @@ def _c_shape(config: ModelConfig) -> Shape:
         config.activation,
         config.is_gated,
     )
-
-
-class _Linear:
-    """x @ weight.T + bias of one or more of the checkpoint's projections, plus the adapters' part.
-
-    The rows of the projections are stacked.
-
-    Args:
-        parts: Name in transformers -> out_features of each projection, in the order of stacking.
-        order: The stacked rows in the order in which they are computed; None: as they are stored.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        parts: dict[str, int],
-        bias: bool,
-        empty: Callable[..., Tensor],
-        batch_invariant: bool,
-        order: Tensor | None = None,
-    ) -> None:
-        self.order = order
-        self.batch_invariant = batch_invariant
-        self.in_features = in_features
-        self.parts = parts
-        self.adapters: dict[str, PackedLora] = {}
-        out_features = sum(parts.values())
-        self.weight: Tensor | PackedWeight = empty(out_features, in_features)
-        self.bias = empty(out_features) if bias else None
-
-    def __call__(self, x: Tensor, lora: LoraRows | None) -> Tensor:
-        """[num_tokens, in_features] -> [num_tokens, out_features]."""
-        out = kernels.linear(x, self.weight, self.bias, batch_invariant=self.batch_invariant)
-        if lora:
-            add_lora(out, x, self.adapters, lora)
-        return out
-
-    def in_order(self, rows: Tensor) -> Tensor:
-        """The stacked rows [out_features, ...] in the order in which they are computed."""
-        return rows if self.order is None else rows[self.order.to(rows.device)]
-
-    def targets(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in transformers, its rows) of each weight and bias; only before packing."""
-        assert isinstance(self.weight, Tensor), "packed"
-        sizes = list(self.parts.values())
-        for kind, stacked in (("weight", self.weight), ("bias", self.bias)):
-            if stacked is not None:
-                for name, rows in zip(self.parts, stacked.split(sizes), strict=True):
-                    yield f"{name}.{kind}", rows

@@ -139,7 +139,7 @@ def test_another_shape_of_model(tmp_path):
 def test_steps_without_an_adapter_cost_nothing(checkpoint, monkeypatch):
     config = make_config(lora_modules=checkpoint.adapters)
     runner = ModelRunner(config, model=checkpoint.model())
-    monkeypatch.setattr("tritium.backend.runner.models.decoder.add_lora", None)
+    monkeypatch.setattr("tritium.backend.runner.models.linear.add_lora", None)
     base = ModelRunner(make_config(), model=checkpoint.merged[""])
     answers, expected = (generate(config, r, [""] * len(PROMPTS)) for r in (runner, base))
     for (token_ids, logprobs), (expected_ids, expected_logprobs) in zip(

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    FalconConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
-    MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -347,7 +347,7 @@ def test_gguf_metadata_that_would_be_computed_wrongly_is_refused(tmp_path: Path)
             GPT2Config(),
             "model_type 'gpt2', which is not supported. Supported: .*llama, .*mistral, .*qwen3",
         ),
-        (MixtralConfig(), "model_type 'mixtral', which is not supported"),
+        (FalconConfig(), "model_type 'falcon', which is not supported"),
         (
             LlamaConfig(**TINY, num_local_experts=8),
             "num_local_experts 8 in its config",
