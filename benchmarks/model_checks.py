@@ -21,6 +21,7 @@ from tritium.backend.runner.model_runner import ModelRunner
 from tritium.backend.runner.models import DecoderModel, load_model
 from tritium.benchmarks.batches import BLOCK_SIZE, metadata_of
 from tritium.benchmarks.engine_runs import Work, generate, make_engine
+from tritium.benchmarks.quantized_models import Format, formats, save
 from tritium.kernels import KVCache
 
 PROMPT_LENS = (3, 17, 40)  # beyond all the windows below
@@ -264,12 +265,19 @@ def prompts() -> list[list[int]]:
     return [torch.randint(_VOCAB_SIZE, size, generator=generator).tolist() for size in sizes]
 
 
-def check(checked: Checked) -> Result:
-    """Generate with the engine from the saved model, and compare with transformers' model."""
+def check(checked: Checked, form: Format | None = None) -> Result:
+    """Generate with the engine from the saved model, and compare with transformers' model.
+
+    Args:
+        form: The format of the saved weights, to which both models' are rounded; None: float32.
+    """
     model = random_model(checked.config)
     work = [Work(prompt, NUM_TOKENS) for prompt in prompts()]
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
+        if form:
+            save(model, folder, form)
+        else:
+            model.save_pretrained(folder)
         settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_num_seqs": 4}
         config = EngineConfig(model=folder, kv_cache_memory=2**24, **settings)
         ours = generate(make_engine(config, ModelRunner(config)), work)
@@ -321,18 +329,31 @@ def _our_logits(model: DecoderModel, prompt: list[int]) -> Tensor:
     return model.compute_logits(hidden)
 
 
+def quantization_table() -> str:
+    """The table of quantised formats in docs/models.md."""
+    llama = next(architectures())
+    rows = [
+        "| format | tokens equal | error in bfloat16 | transformers' error |",
+        "|---|---|---|---|",
+    ]
+    rows += [f"| {form.name} | {_shown(check(llama, form))} |" for form in formats()]
+    return "\n".join(rows)
+
+
+def _shown(result: Result) -> str:
+    equal = f"{result.num_equal} of {result.num_tokens}"
+    return f"{equal} | {result.error:.3f} | {result.their_error:.3f}"
+
+
 def table() -> str:
-    """The table of docs/models.md."""
+    """The table of architectures in docs/models.md."""
     rows = [
         "| `model_type` | such as | what it needs | tokens equal | error in bfloat16 | "
         "transformers' error |",
         "|---|---|---|---|---|---|",
     ]
-    for checked in architectures():
-        result = check(checked)
-        rows.append(
-            f"| `{checked.model_type}` | {checked.example} | {checked.shape} | "
-            f"{result.num_equal} of {result.num_tokens} | {result.error:.3f} | "
-            f"{result.their_error:.3f} |"
-        )
+    rows += [
+        f"| `{c.model_type}` | {c.example} | {c.shape} | {_shown(check(c))} |"
+        for c in architectures()
+    ]
     return "\n".join(rows)

@@ -66,6 +66,7 @@ def _kernels() -> str:
 
 
 PARTS = {
+    "quantization": Part(ROOT / "docs/models.md", model_checks.quantization_table),
     "models": Part(ROOT / "docs/models.md", model_checks.table),
     "configuration": Part(ROOT / "docs/configuration.md", configuration_table),
     "roofline": Part(

@@ -6,6 +6,7 @@ from tritium.backend.runner.models.architectures import read_model_config
 from tritium.backend.runner.models.config import ModelConfig
 from tritium.backend.runner.models.decoder import DecoderModel
 from tritium.backend.runner.models.loader import load_config, load_weights, resolve
+from tritium.backend.runner.models.quantized import dequantized
 
 __all__ = ["DecoderModel", "ModelConfig", "load_model", "read_model_config"]
 
@@ -32,4 +33,6 @@ def load_model(
     """
     path = resolve(model)
     config, weights = load_config(path, max_model_len), load_weights(path)
+    if config.quantization:
+        weights = dequantized(weights, config.quantization)
     return DecoderModel(config, weights, dtype, device, batch_invariant, weight_bits)

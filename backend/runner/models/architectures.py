@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from tritium.backend.runner.models.config import ExpertsConfig, ModelConfig, WeightNames
+from tritium.backend.runner.models.quantized import read_quantization
 from tritium.backend.runner.models.rope import Rope, max_positions, no_rope, read_rope
 
 # Keys that change no result: about training, saving, other software, sampling (that of
@@ -315,8 +316,6 @@ def read_model_config(
     model_type = hf_config.model_type
     require("model_type", model_type, SUPPORTED_MODEL_TYPES)
     given = dict(hf_config.to_dict() if given is None else given)
-    if quantization := given.get("quantization_config"):
-        refuse("quantization_config", quantization, ["none; quantized weights only as GGUF"])
     text, tied = hf_config, given.get("tie_word_embeddings")
     if model_type in _TEXT_TYPES:
         text = hf_config.text_config
@@ -327,6 +326,9 @@ def read_model_config(
         tied = given.get("tie_word_embeddings", getattr(text, "tie_word_embeddings", False))
     read.mark("tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters")
     fields = _common(read) | _ARCHITECTURES[model_type](read)
+    if quantization := given.get("quantization_config"):
+        read.mark("quantization_config")
+        fields["quantization"] = read_quantization(quantization)
     read.refuse_others()
     ends = [
         token_id

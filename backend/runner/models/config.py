@@ -6,6 +6,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tritium.backend.runner.models.quantized import Quantization
 from tritium.backend.runner.models.rope import Rope
 
 
@@ -77,3 +78,4 @@ class ModelConfig:
     logits_divisor: float = 1.0
     is_rope_interleaved: bool = False  # the checkpoint pairs a head's numbers 2i and 2i + 1
     names: WeightNames = field(default=WeightNames(), repr=False)
+    quantization: Quantization | None = None  # of the checkpoint

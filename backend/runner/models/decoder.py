@@ -185,6 +185,8 @@ class DecoderModel:
             if name == "lm_head.weight" and self.config.tie_word_embeddings:
                 tied_head = weight
                 continue
+            if name not in targets and name.endswith(".bias") and not weight.any():
+                continue  # of software that stores a bias with each weight
             if name not in targets:
                 raise ValueError(f"The checkpoint holds {name}, which the model has no place for.")
             target = targets.pop(name)

@@ -8,14 +8,24 @@ from transformers import GraniteConfig, LlamaConfig, Phi3Config, SmolLM3Config
 from tritium.backend.runner.models import read_model_config
 from tritium.backend.runner.models.architectures import SUPPORTED_MODEL_TYPES
 from tritium.benchmarks.model_checks import Checked, architectures, check
+from tritium.benchmarks.quantized_models import Format, formats
 
 ARCHITECTURES = list(architectures())
+FORMATS = list(formats())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checked", ARCHITECTURES, ids=[c.model_type for c in ARCHITECTURES])
 def test_the_tokens_are_those_of_transformers(checked: Checked) -> None:
     result = check(checked)
+    assert result.num_equal == result.num_tokens == 72
+    assert result.error < 1.5 * result.their_error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMATS, ids=[form.name for form in FORMATS])
+def test_quantised_checkpoints(form: Format) -> None:
+    result = check(ARCHITECTURES[0], form)
     assert result.num_equal == result.num_tokens == 72
     assert result.error < 1.5 * result.their_error
 

@@ -370,8 +370,8 @@ def test_gguf_metadata_that_would_be_computed_wrongly_is_refused(tmp_path: Path)
             "partial_rotary_factor 0.5",
         ),
         (
-            LlamaConfig(**TINY, quantization_config={"quant_method": "gptq", "bits": 4}),
-            "quantization_config .*gptq.*Supported: none; quantized weights only as GGUF",
+            LlamaConfig(**TINY, quantization_config={"quant_method": "gptq", "bits": 3}),
+            "bits 3 in its quantization_config, which is not supported. Supported: 4",
         ),
     ],
 )
@@ -415,7 +415,7 @@ def change_weights(directory: Path, changes: dict[str, torch.Tensor | None]) -> 
             r"but \[32, 64\] by the config",
         ),
         (
-            {"model.layers.0.mlp.gate_proj.bias": torch.zeros(96)},
+            {"model.layers.0.mlp.gate_proj.bias": torch.ones(96)},
             "holds model.layers.0.mlp.gate_proj.bias, which the model has no place for",
         ),
         (
@@ -433,7 +433,8 @@ def test_wrong_weights(copy: Path, changes: dict[str, torch.Tensor | None], mess
 def test_harmless_extra_weights(copy: Path) -> None:
     embeddings = load_file(copy / "model.safetensors")["model.embed_tokens.weight"]
     inv_freq = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    change_weights(copy, {"lm_head.weight": embeddings.clone(), inv_freq: torch.zeros(8)})
+    zeros = {"model.layers.0.mlp.gate_proj.bias": torch.zeros(96), inv_freq: torch.zeros(8)}
+    change_weights(copy, {"lm_head.weight": embeddings.clone(), **zeros})
     assert_same_logits(load_model(str(copy), torch.float32, CPU), make_hf_model(FAMILY["qwen2"]))
 
 
