@@ -6,7 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    Ernie4_5Config,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 from tests.adapters import merged, write_adapter
 from tests.backend.runner.test_model_runner import FakeGraphs, make_config, small_pool
@@ -128,8 +135,17 @@ def test_a_mixed_batch_equals_models_with_merged_weights(checkpoint, roomy, mode
         assert runner._graphs.replayed
 
 
-def test_another_shape_of_model(tmp_path):
-    hf_config = Qwen3Config(**TINY, head_dim=24, attention_bias=True)
+@pytest.mark.parametrize(
+    "hf_config",
+    [
+        Qwen3Config(**TINY, head_dim=24, attention_bias=True),
+        Ernie4_5Config(**TINY, head_dim=24),  # the rows of queries and keys are in another order
+        Gemma2Config(**TINY, head_dim=24, sliding_window=7),
+        GraniteConfig(**TINY, residual_multiplier=0.5, attention_multiplier=0.25),
+    ],
+    ids=lambda hf_config: hf_config.model_type,
+)
+def test_another_shape_of_model(hf_config, tmp_path):
     checkpoint = Checkpoint(tmp_path, hf_config)
     config = make_config(lora_modules=checkpoint.adapters)
     runner = ModelRunner(config, model=checkpoint.model())
