@@ -1,42 +1,25 @@
 """Reads a GGUF file: its metadata as a transformers config, its tensors under transformers' names.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is parsed here
-and not by a library: the `gguf` package takes seconds for it (one array per entry of the
-vocabulary), and transformers silently drops what it does not know, such as scaled rotary
-frequencies and biases. The `gguf` package dequantizes the blocks.
+The metadata is read here and not by transformers, which silently drops what it does not know, such
+as scaled rotary frequencies and biases. The `gguf` package dequantizes the blocks.
 """
 
 import mmap
-import struct
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import gguf
 import torch
-from gguf import GGMLQuantizationType, GGUFValueType
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
+from tritium.backend.gguf_header import TensorInfo, read_header
 from tritium.backend.runner.models.architectures import require
 
 _ROPE_TYPES = ("linear", "yarn")
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral has the architecture llama
-
-_SCALARS = {
-    GGUFValueType.UINT8: "<B",
-    GGUFValueType.INT8: "<b",
-    GGUFValueType.UINT16: "<H",
-    GGUFValueType.INT16: "<h",
-    GGUFValueType.UINT32: "<I",
-    GGUFValueType.INT32: "<i",
-    GGUFValueType.UINT64: "<Q",
-    GGUFValueType.INT64: "<q",
-    GGUFValueType.FLOAT32: "<f",
-    GGUFValueType.FLOAT64: "<d",
-    GGUFValueType.BOOL: "<?",
-}
 
 _HF_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -63,12 +46,6 @@ _HF_ROPE_NAMES = {
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
-class _TensorInfo(NamedTuple):
-    shape: tuple[int, ...]
-    quantization: GGMLQuantizationType
-    offset: int  # from the start of the tensor data
-
-
 class GGUFFile:
     """A GGUF file's header, and its tensors on request.
 
@@ -82,16 +59,8 @@ class GGUFFile:
         with path.open("rb") as file:
             # Copy-on-write: torch requires writable memory; nothing is written.
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        if self._data[:4] != b"GGUF":
-            raise ValueError(f"{path} is not a GGUF file: it does not start with 'GGUF'.")
-        cursor = _Cursor(self._data, offset=4)
-        version = cursor.scalar("<I")
-        if version not in (2, 3):
-            raise ValueError(f"{path} is GGUF version {version}. Supported: 2, 3.")
-        try:
-            self._read_header(cursor)
-        except (struct.error, KeyError, ValueError) as error:
-            raise ValueError(f"{path} is damaged or cut short: {error!r} in its header.") from error
+        self.metadata, self.tensors, self._data_start = read_header(path, self._data)
+        self.architecture: str = self._value_of("general.architecture")
         end = self._data_start + max((self._end(info) for info in self.tensors.values()), default=0)
         if end > len(self._data):
             raise ValueError(f"{path} is cut short: {len(self._data)} bytes of {end}.")
@@ -135,7 +104,9 @@ class GGUFFile:
                 yield _hf_name(name), self._unpermuted(name, self._tensor(name))
 
     def _value(self, name: str, *default: Any) -> Any:
-        key = f"{self.architecture}.{name}"
+        return self._value_of(f"{self.architecture}.{name}", *default)
+
+    def _value_of(self, key: str, *default: Any) -> Any:
         if key not in self.metadata and not default:
             raise ValueError(f"{self.path} has no {key} in its metadata.")
         return self.metadata.get(key, *default)
@@ -199,52 +170,9 @@ class GGUFFile:
         rows = tensor.view(-1, self._head_dim() // 2, 2, *tensor.shape[1:])
         return rows.transpose(1, 2).reshape(tensor.shape)
 
-    # -- the header --
-
-    def _read_header(self, cursor: "_Cursor") -> None:
-        num_tensors, num_values = cursor.scalar("<Q"), cursor.scalar("<Q")
-        self.metadata: dict[str, Any] = {
-            cursor.string(): cursor.value(cursor.scalar("<I")) for _ in range(num_values)
-        }
-        self.architecture: str = self.metadata["general.architecture"]
-        self.tensors = {cursor.string(): cursor.tensor_info() for _ in range(num_tensors)}
-        alignment = self.metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
-        self._data_start = -(-cursor.offset // alignment) * alignment
-
     @staticmethod
-    def _end(info: _TensorInfo) -> int:
+    def _end(info: TensorInfo) -> int:
         return info.offset + prod(gguf.quant_shape_to_byte_shape(info.shape, info.quantization))
-
-
-class _Cursor:
-    """Reads the header's little-endian values one after another."""
-
-    def __init__(self, data: mmap.mmap, offset: int) -> None:
-        self.data = data
-        self.offset = offset
-
-    def scalar(self, layout: str) -> Any:
-        (value,) = struct.unpack_from(layout, self.data, self.offset)
-        self.offset += struct.calcsize(layout)
-        return value
-
-    def string(self) -> str:
-        length = self.scalar("<Q")
-        start, self.offset = self.offset, self.offset + length
-        return self.data[start : self.offset].decode("utf-8")
-
-    def value(self, kind: int) -> Any:
-        if kind == GGUFValueType.STRING:
-            return self.string()
-        if kind == GGUFValueType.ARRAY:
-            item_kind, length = self.scalar("<I"), self.scalar("<Q")
-            return [self.value(item_kind) for _ in range(length)]
-        return self.scalar(_SCALARS[GGUFValueType(kind)])
-
-    def tensor_info(self) -> _TensorInfo:
-        sizes = [self.scalar("<Q") for _ in range(self.scalar("<I"))]
-        kind, offset = self.scalar("<I"), self.scalar("<Q")
-        return _TensorInfo(tuple(reversed(sizes)), GGMLQuantizationType(kind), offset)
 
 
 def _hf_name(name: str) -> str:
