@@ -14,6 +14,12 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models
 
 from tritium.backend.front import pre_tokenizers, sentencepiece_bpe
+from tritium.backend.front.end_tokens import (
+    ENDS_OF_MESSAGE,
+    ENDS_OF_TURN,
+    OTHER_ENDS,
+    end_is_no_end,
+)
 from tritium.backend.front.loaded_tokenizer import LoadedTokenizer, around
 from tritium.backend.gguf_header import read_metadata
 
@@ -32,31 +38,43 @@ class _Kind(IntEnum):
 
 
 # Tokens that are recognized by their text, whatever the file says of them.
-_ENDS_OF_TURN = (
-    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] "
-    "<｜end▁of▁sentence｜> <end_of_utterance>"
-).split()
-_ENDS_OF_MESSAGE = ["<|eom_id|>"]
-_OTHER_ENDS = "<|return|> <|call|> <|flush|> <|calls|> </s> [EOS] <eos> <turn|> [e~[".split()
 _INFILLING = {  # role: texts; one token of each role becomes a control token
-    "fim_pre": (
-        "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> "
-        "<|prefix|>"
-    ).split(),
-    "fim_suf": (
-        "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> "
-        "<|suffix|>"
-    ).split(),
-    "fim_mid": (
-        "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> "
-        "<|middle|>"
-    ).split(),
-    "fim_pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]".split(),
-    "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>".split(),
+    "fim_pre": [
+        "<|fim_prefix|>",
+        "<fim-prefix>",
+        "<fim_prefix>",
+        "<｜fim▁begin｜>",
+        "<PRE>",
+        "▁<PRE>",
+        "<|code_prefix|>",
+        "<|prefix|>",
+    ],
+    "fim_suf": [
+        "<|fim_suffix|>",
+        "<fim-suffix>",
+        "<fim_suffix>",
+        "<｜fim▁hole｜>",
+        "<SUF>",
+        "▁<SUF>",
+        "<|code_suffix|>",
+        "<|suffix|>",
+    ],
+    "fim_mid": [
+        "<|fim_middle|>",
+        "<fim-middle>",
+        "<fim_middle>",
+        "<｜fim▁end｜>",
+        "<MID>",
+        "▁<MID>",
+        "<|code_middle|>",
+        "<|middle|>",
+    ],
+    "fim_pad": ["<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"],
+    "fim_rep": ["<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"],
     "fim_sep": ["<|file_sep|>"],
 }
 _INFILLING_ENDS = ("fim_pad", "fim_rep", "fim_sep")
-_HARMONY = "<|channel|> <|message|> <|start|> <|constrain|>".split()  # shown, though special
+_HARMONY = ["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"]  # shown, though special
 
 _ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "seperator": "sep"}
 
@@ -133,7 +151,7 @@ class _Vocabulary:
         self._find_by_text()
 
     def _find_by_text(self) -> None:
-        by_text = {"eot": _ENDS_OF_TURN, "eom": _ENDS_OF_MESSAGE, **_INFILLING}
+        by_text = {"eot": ENDS_OF_TURN, "eom": ENDS_OF_MESSAGE, **_INFILLING}
         for role, texts in by_text.items():
             found = [self.ids[text] for text in texts if text in self.ids]
             if found and role not in self.roles:
@@ -143,18 +161,16 @@ class _Vocabulary:
     def ends(self) -> tuple[int, ...]:
         """The ids that end an answer; eos, eot and eom first."""
         roles = [self.roles[role] for role in ("eos", "eot", "eom") if role in self.roles]
-        texts = [*_ENDS_OF_TURN, *_ENDS_OF_MESSAGE, *_OTHER_ENDS]
+        texts = [*ENDS_OF_TURN, *ENDS_OF_MESSAGE, *OTHER_ENDS]
         by_text = [self.ids[text] for text in texts if text in self.ids]
         for token_id in by_text:
             self.kinds[token_id] = _Kind.CONTROL
         infilling = [self.roles[role] for role in _INFILLING_ENDS if role in self.roles]
         found = dict.fromkeys([*roles, *by_text, *infilling])
-        # In these two families an answer goes on after <|end|>.
-        for others in ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|call|>"},
-                       {"<|flush|>", "<|calls|>"}):  # fmt: skip
-            if others <= self.ids.keys() and "<|end|>" in self.ids:
-                self.kinds[self.ids["<|end|>"]] = _Kind.USER_DEFINED
-                found.pop(self.ids["<|end|>"], None)
+        end = self.ids.get("<|end|>")
+        if end is not None and end_is_no_end(set(self.texts)):
+            self.kinds[end] = _Kind.USER_DEFINED
+            found.pop(end, None)
         for text in _HARMONY:
             if text in self.ids:
                 self.kinds[self.ids[text]] = _Kind.USER_DEFINED

@@ -26,6 +26,7 @@ def around(bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> PostProc
     single = f"{'bos:0 ' if bos else ''}$A:0{' eos:0' if eos else ''}"
     pair = f"{single}{' bos:1' if bos else ''} $B:1{' eos:1' if eos else ''}"
     tokens = [
-        {"id": name, "ids": [token_id], "tokens": [text]} for name, (text, token_id) in named.items()
+        {"id": name, "ids": [token_id], "tokens": [text]}
+        for name, (text, token_id) in named.items()
     ]
     return TemplateProcessing(single=single, pair=pair, special_tokens=tokens)

@@ -15,6 +15,8 @@ from tritium.backend.engine.request import EngineOutput, FinishReason, SampledTo
 class Detokenizer(Protocol):
     def add(self, token_id: int) -> str: ...
 
+    def finish(self) -> str: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:
@@ -25,6 +27,7 @@ class Delta:
     cumulative_logprob: float  # of all tokens so far
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[SampledToken] | None = None  # with the first delta
+    context: tuple[int, ...] = ()  # ids of the last tokens before these, four at most
 
 
 class RequestOutput:
@@ -67,6 +70,7 @@ class RequestOutput:
         self._text = prefix  # ready to be sent
         self._held = ""  # held back, after _text
         self._tokens: list[SampledToken] = []  # not sent yet
+        self._context: tuple[int, ...] = ()  # ids of the last ones that were sent
         self._prompt_logprobs: list[SampledToken] | None = None
         self._cumulative_logprob = 0.0
         self._num_output_tokens = 0
@@ -96,6 +100,8 @@ class RequestOutput:
             if self.finish_reason:
                 return
         if output.finish_reason:
+            self._add_text(self._detokenizer.finish())
+        if output.finish_reason and not self.finish_reason:
             self.finish_reason = output.finish_reason
             self._text += self._held.rstrip() if self._trim_blanks else self._held
 
@@ -114,7 +120,10 @@ class RequestOutput:
             self._cumulative_logprob,
             self.finish_reason,
             self._prompt_logprobs,
+            self._context,
         )
+        sent = (token.token_id for token in self._tokens[-4:])
+        self._context = (*self._context, *sent)[-4:]
         self._text, self._tokens, self._prompt_logprobs = "", [], None
         self._has_ended = self.finish_reason is not None
         return delta
@@ -145,9 +154,12 @@ class RequestOutput:
         self._tokens.append(token)
         if token.logprobs:
             self._cumulative_logprob += token.logprobs.logprob
-        if hidden:
-            return
-        text = self._held + self._detokenizer.add(token.token_id)
+        if not hidden:
+            self._add_text(self._detokenizer.add(token.token_id))
+
+    def _add_text(self, new: str) -> None:
+        """Take in text; what may not be sent yet is held back."""
+        text = self._held + new
         if self._num_output_tokens <= self._min_tokens:
             self._text += text
             return

@@ -1,4 +1,4 @@
-"""How texts are split before byte-level BPE, by the name in a GGUF file (`tokenizer.ggml.pre`).
+r"""How texts are split before byte-level BPE, by the name in a GGUF file (`tokenizer.ggml.pre`).
 
 The names, patterns and rules are those of llama.cpp (src/llama-vocab.cpp and src/unicode.cpp of
 https://github.com/ggml-org/llama.cpp), in Oniguruma's syntax. Where llama.cpp's own splitting
@@ -57,9 +57,7 @@ _SENTENCE_SIGNS = r".,!?\x{2026}\x{3002}\x{ff0c}\x{3001}\x{964}\x{6d4}\x{60c}"
 _BLOOM = rf" ?[^(\s|{_SENTENCE_SIGNS})]+"
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-_DEEPSEEK = (
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-)
+_DEEPSEEK = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
 _DEEPSEEK3 = rf"{_DEEPSEEK}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANKS}"
 
 _CASED_LETTERS = (

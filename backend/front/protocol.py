@@ -6,7 +6,7 @@ numpy arrays; knows nothing of the Python backend's types.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +22,7 @@ from tritium.backend.front.tools import Tools, parse_tools
 
 
 class TokenDecoder(Protocol):
-    def decode_token(self, token_id: int) -> str: ...
+    def decode_token(self, token_id: int, context: Sequence[int]) -> str: ...
 
 
 class TensorSpec(NamedTuple):
@@ -198,11 +198,11 @@ def response_tensors(
     if "return_logprobs" in request.returned:
         wanted = request.sampling.logprobs is not None
         tensors["logprobs"] = _strings_tensor(
-            [json.dumps(_logprobs(delta.tokens, tokenizer) if wanted else None) for delta in deltas]
+            [json.dumps(_delta_logprobs(delta, tokenizer) if wanted else None) for delta in deltas]
         )
         prompt = deltas[0].prompt_logprobs
         if prompt is not None and request.sampling.prompt_logprobs is not None:
-            elements = [None, *_logprobs(prompt, tokenizer)]  # the first token is not predicted
+            elements = [None, *_logprobs(prompt, (), tokenizer)]  # the first token is not predicted
             tensors["prompt_logprobs"] = _strings_tensor([json.dumps(elements)])
     if "return_num_input_tokens" in request.returned:
         tensors["num_input_tokens"] = np.array([num_input_tokens], dtype=np.uint32)
@@ -214,9 +214,20 @@ def response_tensors(
     return tensors
 
 
-def _logprobs(tokens: list[SampledToken], tokenizer: TokenDecoder) -> list[dict[str, Any]]:
-    """One element per token: the top `logprobs` tokens and the chosen one."""
+def _delta_logprobs(delta: Delta, tokenizer: TokenDecoder) -> list[dict[str, Any]]:
+    return _logprobs(delta.tokens, delta.context, tokenizer)
+
+
+def _logprobs(
+    tokens: list[SampledToken], before: Sequence[int], tokenizer: TokenDecoder
+) -> list[dict[str, Any]]:
+    """One element per token: the top `logprobs` tokens and the chosen one.
+
+    Args:
+        before: Ids of the tokens in front of these.
+    """
     elements = []
+    context = list(before)
     for token_id, logprobs in tokens:
         assert logprobs
         ranked = {i: (value, rank) for rank, (i, value) in enumerate(logprobs.top, start=1)}
@@ -226,11 +237,12 @@ def _logprobs(tokens: list[SampledToken], tokenizer: TokenDecoder) -> list[dict[
                 str(i): {
                     "logprob": value,
                     "rank": rank,
-                    "decoded_token": tokenizer.decode_token(i),
+                    "decoded_token": tokenizer.decode_token(i, context),
                 }
                 for i, (value, rank) in ranked.items()
             }
         )
+        context = [*context[-3:], token_id]
     return elements
 
 

@@ -1,20 +1,13 @@
 """Text and chat messages to token ids, and token ids back to text, one at a time."""
 
-import contextlib
-import hashlib
-import os
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import transformers
-from tokenizers.decoders import DecodeStream
-from transformers import AutoTokenizer
-
 from tritium.backend.errors import InvalidArgument
-
-# Prompt tokens that tell the decoder whether the answer's first word starts with a space.
-_PROMPT_TAIL = 8
+from tritium.backend.front.detokenizer import Decoder, Detokenizer
+from tritium.backend.front.gguf_tokenizer import load_gguf
+from tritium.backend.front.tokenizer_folder import load_folder
 
 
 class Tokenizer:
@@ -22,16 +15,35 @@ class Tokenizer:
 
     Args:
         path: Hugging Face directory or GGUF file.
+
+    Attributes:
+        vocab_size: One more than the highest token id.
+        chat_template: A template, or templates by name; None if the model has none.
+        special_tokens: Texts by role, such as bos_token.
+        eos_token_ids: The tokens that end an answer, as far as the tokenizer's files say.
+
+    Raises:
+        ValueError: a file is missing, broken or not supported; names it.
     """
 
     def __init__(self, path: Path) -> None:
-        self._hf = _from_gguf(path) if path.is_file() else AutoTokenizer.from_pretrained(path)
-        self._fast = self._hf.backend_tokenizer
-        self.vocab_size = len(self._hf)
+        loaded = load_gguf(path) if path.is_file() else load_folder(path)
+        self._fast, self.chat_template, self.special_tokens, self.eos_token_ids = loaded
+        self._decoder = Decoder(self._fast)
+        self._added = {text.content: i for i, text in self._fast.get_added_tokens_decoder().items()}
+        self.vocab_size = max(self._fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._prefix = self._added_in_front()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, with the special tokens that the model adds to it."""
-        return self._fast.encode(text).ids
+        """Token ids of a plain prompt, with the special tokens that the model adds to it.
+
+        A text that starts with the tokens that are added in front does not get them twice.
+        """
+        token_ids = self._fast.encode(text).ids
+        length = len(self._prefix)
+        if length and token_ids[length : 2 * length] == self._prefix:
+            del token_ids[:length]
+        return token_ids
 
     def encode_word(self, word: str) -> list[list[int]]:
         """Token ids of a word at the start of a text and, if they differ, after a space."""
@@ -54,7 +66,7 @@ class Tokenizer:
             InvalidArgument: the model has no chat template, or the template rejects these
                 messages or ignores tools.
         """
-        if not self._hf.chat_template:
+        if not self.chat_template:
             raise InvalidArgument("messages: this model has no chat template; send text_input")
         try:
             text = self._render(messages, tools)
@@ -67,59 +79,44 @@ class Tokenizer:
             raise InvalidArgument(f"messages: the chat template refuses them: {error}") from None
 
     def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
-        text = self._hf.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self.chat_template
+        if isinstance(template, dict):
+            template = template["tool_use" if tools and "tool_use" in template else "default"]
+        render: Any = render_jinja_template  # its annotations are wrong
+        [text], _ = render(
+            conversations=[messages],
+            tools=tools,
+            chat_template=template,
+            add_generation_prompt=True,
+            **self.special_tokens,
         )
-        assert isinstance(text, str)
-        return text
+        return str(text)
+
+    def special_token_id(self, text: str) -> int | None:
+        """The id of the special or added token with this text; None if there is none."""
+        return self._added.get(text)
 
     def to_json(self) -> str:
         """The tokenizer in the format of tokenizer.json, without the chat template."""
         return self._fast.to_str()
 
-    def decode_token(self, token_id: int) -> str:
-        """The text of a single token, special tokens included."""
-        return self._fast.decode([token_id], skip_special_tokens=False)
+    def decode_token(self, token_id: int, context: Sequence[int] = ()) -> str:
+        """The text of a single token, special tokens included.
 
-    def detokenizer(self, prompt_token_ids: list[int], skip_special_tokens: bool) -> "Detokenizer":
+        Args:
+            context: The tokens before it; they tell which character its bytes complete.
+        """
+        return self._decoder.token(token_id, context)
+
+    def detokenizer(self, prompt_token_ids: list[int], skip_special_tokens: bool) -> Detokenizer:
         """A detokenizer for the answer to a prompt."""
-        return Detokenizer(self._fast, prompt_token_ids, skip_special_tokens)
+        return Detokenizer(self._decoder, prompt_token_ids, skip_special_tokens)
 
-
-def _from_gguf(path: Path) -> Any:
-    """Cached on disk: transformers needs seconds to build a tokenizer from a GGUF file."""
-    stat = path.stat()
-    identity = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {transformers.__version__}"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "tritium"
-    cached = folder / f"tokenizer-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-    if os.path.isdir(cached):  # False if there is no permission to look
-        return AutoTokenizer.from_pretrained(cached)
-    made = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    with contextlib.suppress(OSError):  # the folder is not writable, or another process was faster
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-            made.save_pretrained(f"{unfinished}/tokenizer")
-            os.rename(f"{unfinished}/tokenizer", cached)
-    return made
-
-
-class Detokenizer:
-    """Turns token ids into text, one at a time; holds back incomplete characters."""
-
-    def __init__(
-        self, tokenizer: Any, prompt_token_ids: list[int], skip_special_tokens: bool
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        tail = prompt_token_ids[-_PROMPT_TAIL:]
-        if tokenizer.decode(tail).endswith("\ufffd"):  # incomplete: the answer would repeat it
-            tail = []
-        self._stream = DecodeStream(ids=tail, skip_special_tokens=skip_special_tokens)
-
-    def add(self, token_id: int) -> str:
-        """The text that this token completes: usually its own, sometimes none."""
-        try:
-            return self._stream.step(self._tokenizer, token_id) or ""
-        except Exception:  # noqa: BLE001 -- bytes that are not text; continue after them
-            self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
-            return self._stream.step(self._tokenizer, token_id) or ""
+    def _added_in_front(self) -> list[int]:
+        """The tokens that are put before every text."""
+        text = self._fast.encode("a", add_special_tokens=False).ids
+        whole = self._fast.encode("a").ids
+        starts = range(len(whole) - len(text) + 1)
+        return next((whole[:i] for i in starts if text and whole[i : i + len(text)] == text), [])

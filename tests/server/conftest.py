@@ -1,5 +1,6 @@
 """One Triton Server for all server tests, with two models: one with room and a cramped one."""
 
+import json
 import re
 from pathlib import Path
 
@@ -44,7 +45,9 @@ def pytest_collection_modifyitems(items):
 def tiny_weights(tokenizer, tmp_path_factory):
     """A tiny, fast model with SmolLM2's tokenizer and a chat template that supports tools."""
     directory = tmp_path_factory.mktemp("tiny_weights")
-    tokenizer._hf.save_pretrained(directory)
+    (directory / "tokenizer.json").write_text(tokenizer.to_json())
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
     (directory / "chat_template.jinja").write_text(TEMPLATE_WITH_TOOLS)
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -12,11 +12,15 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 class FakeDetokenizer:
     """A detokenizer whose token i is the i-th piece."""
 
-    def __init__(self, pieces: list[str]) -> None:
+    def __init__(self, pieces: list[str], at_end: str = "") -> None:
         self._pieces = pieces
+        self._at_end = at_end
 
     def add(self, token_id: int) -> str:
         return self._pieces[token_id]
+
+    def finish(self) -> str:
+        return self._at_end
 
 
 def make_output(pieces, **changes) -> RequestOutput:

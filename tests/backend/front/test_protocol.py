@@ -358,7 +358,7 @@ TOKENS = [
 
 
 class FakeTokenizer:
-    def decode_token(self, token_id: int) -> str:
+    def decode_token(self, token_id: int, context) -> str:
         return f"<{token_id}>"
 
 

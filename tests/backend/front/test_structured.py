@@ -780,7 +780,7 @@ def test_each_of_n_answers_satisfies_the_constraint(front):
 
 
 def test_call_of_a_named_tool(front, tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer._hf, "chat_template", "{{ tools }}{{ messages }}")
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ tools }}{{ messages }}")
     parameters = {"properties": {"x": {"enum": [1, 2]}}, "required": ["x"]}
     tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
     inputs = {
@@ -814,7 +814,7 @@ def test_error_says_where_the_constraint_comes_from(front, tokenizer, monkeypatc
     client = ask(front, response_format={"type": "json_schema", "json_schema": {"schema": STRNG}})
     assert client.ended.wait(30)
     assert str(client.error).startswith("sampling parameter 'structured_outputs': 'json': ")
-    monkeypatch.setattr(tokenizer._hf, "chat_template", "{{ tools }}{{ messages }}")
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ tools }}{{ messages }}")
     tool = {
         "type": "function",
         "function": {"name": "a", "parameters": {"properties": {"b": STRNG}}},

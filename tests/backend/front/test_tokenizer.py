@@ -4,10 +4,7 @@ import json
 
 import pytest
 
-from tests.conftest import SMOLLM2
 from tritium.backend.errors import InvalidArgument
-from tritium.backend.front.tokenizer import Tokenizer
-from tritium.backend.runner.models.loader import resolve
 
 TEXTS = {
     "English": "The quick brown fox jumps over the lazy dog. It's 12:30!",
@@ -159,7 +156,7 @@ def test_template_that_lists_tools(tokenizer, monkeypatch):
         "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
         "{% for message in messages %}{{ message.content }}{% endfor %}"
     )
-    monkeypatch.setattr(tokenizer._hf, "chat_template", template)
+    monkeypatch.setattr(tokenizer, "chat_template", template)
     assert tokenizer.encode_chat(HI, [TOOL]) == tokenizer.encode(f"{json.dumps(TOOL)}\nHi")
     assert tokenizer.encode_chat(HI) == tokenizer.encode("Hi")
 
@@ -167,28 +164,6 @@ def test_template_that_lists_tools(tokenizer, monkeypatch):
 def test_template_that_is_only_for_tools(tokenizer, monkeypatch):
     """Some models have two templates, one of them named tool_use."""
     templates = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
-    monkeypatch.setattr(tokenizer._hf, "chat_template", templates)
+    monkeypatch.setattr(tokenizer, "chat_template", templates)
     assert tokenizer.encode_chat(HI, [TOOL]) == tokenizer.encode("1 tools")
     assert tokenizer.encode_chat(HI) == tokenizer.encode("plain")
-
-
-# -- the cache for GGUF files --
-
-
-@pytest.mark.slow
-def test_cached_tokenizer_is_the_same(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made = Tokenizer(resolve(SMOLLM2))
-    [folder] = (tmp_path / "tritium").iterdir()
-    kept = Tokenizer(resolve(SMOLLM2))
-    assert [folder] == list((tmp_path / "tritium").iterdir())
-    assert kept.to_json() == made.to_json()
-    assert kept.encode_chat(HI) == made.encode_chat(HI)
-    assert kept.vocab_size == made.vocab_size
-
-
-@pytest.mark.slow
-def test_tokenizer_without_a_writable_cache(monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert Tokenizer(resolve(SMOLLM2)).encode("Hi")
