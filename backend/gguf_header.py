@@ -50,6 +50,8 @@ def read_metadata(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: as `read_header`.
     """
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty; perhaps its download was cut short.")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return read_header(path, data).metadata
 
@@ -66,7 +68,9 @@ def read_header(path: Path, data: mmap.mmap) -> GGUFHeader:
             within its header.
     """
     if data[:4] != b"GGUF":
-        raise ValueError(f"{path} is not a GGUF file: it does not start with 'GGUF'.")
+        is_pointer = data[:23] == b"version https://git-lfs"
+        cause = " It is a git-lfs pointer: run `git lfs pull` in its folder." if is_pointer else ""
+        raise ValueError(f"{path} is not a GGUF file: it does not start with 'GGUF'.{cause}")
     version = int.from_bytes(data[4:8], "little")
     if version not in (2, 3):
         raise ValueError(f"{path} is GGUF version {version}. Supported: 2, 3.")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import islice
 
 import tokenizers
 
@@ -67,8 +68,10 @@ class Detokenizer:
         self._decoder = decoder
         self._hidden = decoder.special if skip_special_tokens else frozenset()
         # The last tokens, and how much of their text was given out.
-        tail = prompt_token_ids[-_CONTEXT:]
-        self._ids = [token_id for token_id in tail if token_id not in self._hidden]
+        shown = (
+            token_id for token_id in reversed(prompt_token_ids) if token_id not in self._hidden
+        )
+        self._ids = list(islice(shown, _CONTEXT))[::-1]
         self._given = len(decoder.text(self._ids))
         self._bytes = b""  # of a character that is not complete; their tokens are in _ids
 

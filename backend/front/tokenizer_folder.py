@@ -8,6 +8,7 @@ stand around a text, the chat template. Facts of transformers are those of its v
 
 import json
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -229,10 +230,10 @@ def _add_tokens(
     declared = config.get("added_tokens_decoder")
     if declared is None:
         of_file = _read_json(folder / "added_tokens.json")
-        declared = {i: {"content": text} for text, i in of_file.items()}
+        declared = {token_id: {"content": text} for text, token_id in of_file.items()}
     special = set(names.values()) | set(_other_special(folder, config))
     known = {token.content for token in fast.get_added_tokens_decoder().values()}
-    for token_id, value in sorted((int(i), value) for i, value in declared.items()):
+    for token_id, value in sorted(((int(i), declared[i]) for i in declared), key=itemgetter(0)):
         text = _text(value)
         if text is None or text in known:
             continue
