@@ -249,7 +249,7 @@ def _sentencepiece(
         if kind not in never_formed
     }
     adds_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    return sentencepiece_bpe.build(vocabulary.ids, scored, adds_prefix), True
+    return sentencepiece_bpe.build(sentencepiece_bpe.bpe(vocabulary.ids, scored), adds_prefix), True
 
 
 def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:

@@ -83,11 +83,13 @@ def _build(data: bytes) -> tokenizers.Tokenizer:
     }
     unknown = kinds.index(_Kind.UNKNOWN)
     byte_fallback = bool(_last(trainer, 35, False))
-    fast = sentencepiece_bpe.build(ids, normal, adds_prefix, byte_fallback, texts[unknown])
-    if model_type == _UNIGRAM:
+    if model_type == _BPE:
+        model: models.Model = sentencepiece_bpe.bpe(ids, normal, byte_fallback, texts[unknown])
+    else:
         never = min(scores) - _NEVER
         vocabulary = [(text, normal.get(text, never)) for text in texts]
-        fast.model = models.Unigram(vocabulary, unknown, byte_fallback)
+        model = models.Unigram(vocabulary, unknown, byte_fallback)
+    fast = sentencepiece_bpe.build(model, adds_prefix)
     fast.normalizer = normalizers.Sequence([*text_rules, fast.normalizer])
     for text, kind in zip(texts, kinds, strict=True):
         if kind in (_Kind.CONTROL, _Kind.UNKNOWN):

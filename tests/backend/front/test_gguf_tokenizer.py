@@ -85,6 +85,27 @@ def test_run_of_equal_characters():
         )
 
 
+def test_scores_that_say_little(caplog):
+    metadata = spm(True)
+    scores = metadata["tokenizer.ggml.scores"]
+    metadata["tokenizer.ggml.scores"] = [-1000.0] * len(scores)
+    with pytest.raises(ValueError, match=r"all \d+ pieces have the score -1000.0"):
+        from_metadata(metadata)
+    assert not caplog.text
+    metadata["tokenizer.ggml.scores"] = [max(score, -1000.0) for score in scores]
+    from_metadata(metadata)
+    assert "pieces of the vocabulary have the score of another one" in caplog.text
+
+
+def test_piece_of_characters_that_are_none(caplog):
+    metadata = spm(True)
+    metadata["tokenizer.ggml.tokens"][-1] = "xꙮ"
+    from_metadata(metadata)
+    assert (
+        "1 pieces of the vocabulary have a character that is no piece, such as 'xꙮ'" in caplog.text
+    )
+
+
 # -- the served model --
 
 
