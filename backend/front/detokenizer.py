@@ -31,18 +31,17 @@ class Decoder:
         """The text of tokens, special ones included."""
         return self._fast.decode(token_ids, skip_special_tokens=False)
 
-    def token(self, token_id: int, context: Sequence[int] = ()) -> str:
-        """The text of one token: with its leading blank, special or not.
+    def token(self, token_id: int) -> str:
+        """The text of one token, with its leading blank, special or not."""
+        return self.text([*self._first, token_id]).removeprefix(self._first_text)
 
-        A token that ends within a character has no text; the one that completes it has the whole
-        character, as in vLLM.
+    def token_after(self, context: Sequence[int], token_id: int) -> str:
+        """The character that a token completes, with what stands beside it in its tokens; none if
+        its last character is not complete. As vLLM shows tokens.
 
         Args:
             context: The tokens before it.
         """
-        text = self.text([*self._first, token_id]).removeprefix(self._first_text)
-        if not text.endswith(_BROKEN):
-            return text
         for length in range(1, min(4, len(context)) + 1):
             before = list(context[-length:])
             whole = self.text([*self._first, *before, token_id])

@@ -22,7 +22,9 @@ from tritium.backend.front.tools import Tools, parse_tools
 
 
 class TokenDecoder(Protocol):
-    def decode_token(self, token_id: int, context: Sequence[int]) -> str: ...
+    def decode_token(self, token_id: int) -> str: ...
+
+    def decode_token_after(self, context: Sequence[int], token_id: int) -> str: ...
 
 
 class TensorSpec(NamedTuple):
@@ -237,13 +239,19 @@ def _logprobs(
                 str(i): {
                     "logprob": value,
                     "rank": rank,
-                    "decoded_token": tokenizer.decode_token(i, context),
+                    "decoded_token": _decoded(i, context, tokenizer),
                 }
                 for i, (value, rank) in ranked.items()
             }
         )
         context = [*context[-3:], token_id]
     return elements
+
+
+def _decoded(token_id: int, context: Sequence[int], tokenizer: TokenDecoder) -> str:
+    text = tokenizer.decode_token(token_id)
+    is_broken = text.endswith("\ufffd")  # as vLLM: the character shows with its last token
+    return tokenizer.decode_token_after(context, token_id) if is_broken else text
 
 
 def _strings_tensor(texts: list[str]) -> NDArray[Any]:

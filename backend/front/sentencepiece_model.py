@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers
 
 from tritium.backend.front import sentencepiece_bpe
+from tritium.backend.front.loaded_tokenizer import read_file
 
 
 class _Kind(IntEnum):
@@ -36,9 +37,10 @@ def load_sentencepiece(path: Path) -> tokenizers.Tokenizer:
     Raises:
         ValueError: the file is no SentencePiece model or needs what is not supported.
     """
+    data = read_file(path)
     try:
-        return _build(path.read_bytes())
-    except _NotAModel:
+        return _build(data)
+    except (_NotAModel, TypeError, UnicodeDecodeError, struct.error):
         raise ValueError(
             f"{path} is not a SentencePiece model (Llama 3's original file of this name, for one, "
             "is in tiktoken's format)"

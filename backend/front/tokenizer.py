@@ -102,13 +102,20 @@ class Tokenizer:
         """The tokenizer in the format of tokenizer.json, without the chat template."""
         return self._fast.to_str()
 
-    def decode_token(self, token_id: int, context: Sequence[int] = ()) -> str:
-        """The text of a single token, special tokens included.
+    def decode_token(self, token_id: int) -> str:
+        """The text of a single token with its leading blank, special tokens included.
+
+        Bytes that are no character are U+FFFD.
+        """
+        return self._decoder.token(token_id)
+
+    def decode_token_after(self, context: Sequence[int], token_id: int) -> str:
+        """The text of a token whose bytes alone are no character.
 
         Args:
             context: The tokens before it; they tell which character its bytes complete.
         """
-        return self._decoder.token(token_id, context)
+        return self._decoder.token_after(context, token_id)
 
     def detokenizer(self, prompt_token_ids: list[int], skip_special_tokens: bool) -> Detokenizer:
         """A detokenizer for the answer to a prompt."""

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from tritium.backend.front.end_tokens import ENDS_OF_MESSAGE, ENDS_OF_TURN, end_is_no_end
-from tritium.backend.front.loaded_tokenizer import LoadedTokenizer, around
+from tritium.backend.front.loaded_tokenizer import LoadedTokenizer, around, read_file
 from tritium.backend.front.sentencepiece_model import load_sentencepiece
 
 _ROLES = (
@@ -126,12 +126,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     """The object in a file; an empty one if there is no such file."""
     if not path.is_file():
         return {}
-    data = path.read_bytes()
-    if data.startswith(b"version https://git-lfs"):
-        raise ValueError(
-            f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull` in its folder, "
-            "or download it again"
-        )
+    data = read_file(path)
     try:
         value = json.loads(data)
     except json.JSONDecodeError as error:

@@ -170,17 +170,18 @@ def test_token_keeps_its_leading_blank(prefix):
 def test_bytes_of_a_token_show_with_the_one_that_completes_them():
     """As in vLLM: decoded_token of the others is empty."""
     decoder = Decoder(fallback())
-    assert decoder.token(0xE2) == ""
-    assert decoder.token(0x82, [A, 0xE2]) == ""
-    assert decoder.token(0xAC, [A, TRUE, 0xE2, 0x82]) == "€"
-    assert decoder.token(0xAC, [A]) == ""
-    assert decoder.token(0x82, [0xE2, A]) == ""
-    assert decoder.token(TRUE_AFTER_BLANK, [0xE2]) == " true"
+    assert decoder.token(0xE2) == BROKEN
+    assert decoder.token_after([], 0xE2) == ""
+    assert decoder.token_after([A, 0xE2], 0x82) == ""
+    assert decoder.token_after([A, TRUE, 0xE2, 0x82], 0xAC) == "€"
+    assert decoder.token_after([A], 0xAC) == ""
+    assert decoder.token_after([0xE2, A], 0x82) == ""
 
 
 def test_bytes_of_a_byte_level_token():
     fast = gpt2().fast
     decoder = Decoder(fast)
     ids = fast.encode("x🦖").ids
-    texts = [decoder.token(token_id, ids[:i]) for i, token_id in enumerate(ids)]
-    assert texts == ["x", *[""] * (len(ids) - 2), "🦖"]
+    assert [decoder.token(token_id) for token_id in ids] == ["x", *[BROKEN] * (len(ids) - 1)]
+    texts = [decoder.token_after(ids[:i], token_id) for i, token_id in enumerate(ids)]
+    assert texts[1:] == [*[""] * (len(ids) - 2), "🦖"]

@@ -51,6 +51,39 @@ def deltas(pieces: list[str], reason=LENGTH, **changes) -> list[tuple[str, int, 
 # -- deltas --
 
 
+def deltas_with_end(pieces, at_end, reason=LENGTH, **changes) -> list[str]:
+    output = make_output(pieces, **changes)
+    output._detokenizer = FakeDetokenizer(pieces, at_end)
+    texts = []
+    for i in range(len(pieces)):
+        output.add(EngineOutput(0, tokens(i), reason if i == len(pieces) - 1 else None))
+        if output.is_ready:
+            texts.append(output.take().text)
+    return texts
+
+
+@pytest.mark.parametrize("reason", [LENGTH, STOP])
+def test_what_the_detokenizer_held_back_comes_at_the_end(reason):
+    assert deltas_with_end(["a", "b"], "\ufffd", reason, include_stop=True) == ["a", "b\ufffd"]
+    assert deltas_with_end(["a", "b"], "\ufffd", reason) == (
+        ["a", "b\ufffd"] if reason is LENGTH else ["a", "\ufffd"]
+    )
+
+
+def test_a_stop_string_may_end_with_what_was_held_back():
+    assert deltas_with_end(["a", "b"], "c", stop=["bc"]) == ["a", ""]
+    assert deltas_with_end(["a", "b"], "c", stop=["bcd"]) == ["a", "bc"]
+
+
+def test_deltas_know_the_tokens_before_theirs():
+    output = make_output(list("abcdefg"))
+    contexts = []
+    for steps in ([0], [1, 2], [3, 4, 5], [6]):
+        output.add(EngineOutput(0, tokens(*steps), LENGTH if steps == [6] else None))
+        contexts.append(output.take().context)
+    assert contexts == [(), (0,), (0, 1, 2), (2, 3, 4, 5)]
+
+
 def test_text_is_sent_with_its_token():
     assert deltas(["Hel", "lo", "!"]) == [("Hel", 1, None), ("lo", 1, None), ("!", 1, LENGTH)]
 

@@ -358,8 +358,11 @@ TOKENS = [
 
 
 class FakeTokenizer:
-    def decode_token(self, token_id: int, context) -> str:
-        return f"<{token_id}>"
+    def decode_token(self, token_id: int) -> str:
+        return f"<{token_id}>" if token_id < 10 else "\ufffd"
+
+    def decode_token_after(self, context, token_id: int) -> str:
+        return f"{context} {token_id}"
 
 
 def respond(
@@ -435,6 +438,27 @@ def test_each_output_has_one_element_per_answer():
         "logprobs": [b"null", b"null"],
         "num_output_tokens": [2, 0],
     }
+
+
+def test_logprobs_of_tokens_within_a_character():
+    """They are decoded after the four tokens before them."""
+
+    def decoded(delta: Delta, output: str = "logprobs") -> list[list[str]]:
+        parameters = {"logprobs": 1, "prompt_logprobs": 1}
+        elements = json.loads(respond(delta, parameters, return_logprobs=True)[output][0])
+        return [[v["decoded_token"] for v in each.values()] for each in elements if each]
+
+    tokens = [SampledToken(i, TokenLogprobs(-1.0, 2, [(12, -0.5)])) for i in (1, 13, 2, 14, 15, 16)]
+    assert decoded(Delta("a", tokens, 0.0, context=(7, 8, 9))) == [
+        ["[7, 8, 9] 12", "<1>"],
+        ["[7, 8, 9, 1] 12", "[7, 8, 9, 1] 13"],
+        ["[8, 9, 1, 13] 12", "<2>"],
+        ["[9, 1, 13, 2] 12", "[9, 1, 13, 2] 14"],
+        ["[1, 13, 2, 14] 12", "[1, 13, 2, 14] 15"],
+        ["[13, 2, 14, 15] 12", "[13, 2, 14, 15] 16"],
+    ]
+    delta = Delta("a", [], 0.0, prompt_logprobs=tokens[:2], context=(7,))
+    assert decoded(delta, "prompt_logprobs") == [["[] 12", "<1>"], ["[1] 12", "[1] 13"]]
 
 
 def test_logprobs_of_a_response_without_tokens():

@@ -329,6 +329,16 @@ def test_tokenizer_model_of_tiktoken(tmp_path):
     assert f"{tmp_path}/tokenizer.json is needed" in refusal(tmp_path)
 
 
+def test_broken_tokenizer_model(tmp_path):
+    path = tmp_path / "tokenizer.model"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n")
+    assert refusal(tmp_path).startswith(f"{path} is a git-lfs pointer")
+    whole = train("bpe")
+    for broken in (b"", b"\n", whole[: len(whole) // 2 + 1], b"\x08\x01", b"\x0a\x02\x0a\xff"):
+        path.write_bytes(broken)
+        assert refusal(tmp_path).startswith(f"{path} is not a SentencePiece model")
+
+
 def test_tokenizer_model_of_a_class_with_rules_of_its_own(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(train("bpe"))
     configure(tmp_path, tokenizer_class="XLNetTokenizer")
