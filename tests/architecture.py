@@ -35,19 +35,21 @@ RULES = {
     "client": Rule(""),
     "kernels": Rule("", "torch triton"),
     "backend/errors.py": Rule(""),
-    "backend/gguf_header.py": Rule(""),
+    "backend/files.py": Rule(""),
+    "backend/gguf_header.py": Rule("backend/files.py"),
     "backend": Rule("backend/errors.py", "pydantic"),  # config.py
     "backend/engine": Rule("backend backend/errors.py"),
     "backend/accounts": Rule("backend backend/errors.py backend/engine"),
     "backend/front": Rule(
-        "backend backend/errors.py backend/gguf_header.py backend/accounts "
+        "backend backend/errors.py backend/files.py backend/gguf_header.py backend/accounts "
         "backend/engine/engine.py backend/engine/request.py backend/engine/usage.py",
         "pydantic tokenizers transformers",
     ),
     "backend/trtllm": Rule("backend/errors.py"),
     "backend/host": Rule("backend backend/errors.py"),
     "backend/runner": Rule(
-        "backend backend/errors.py backend/gguf_header.py backend/engine kernels",
+        "backend backend/errors.py backend/files.py backend/gguf_header.py "
+        "backend/engine kernels",
         "torch pydantic transformers",
     ),
     "backend/triton_model.py": Rule(f"{_INSIDE} backend/errors.py backend/trtllm"),
