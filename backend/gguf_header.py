@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import gguf
 from gguf import GGMLQuantizationType, GGUFValueType
 
+from tritium.backend.files import check_file
+
 _SCALARS = {
     GGUFValueType.UINT8: "B",
     GGUFValueType.INT8: "b",
@@ -48,10 +50,9 @@ def read_metadata(path: Path) -> dict[str, Any]:
     """The metadata of a GGUF file.
 
     Raises:
-        ValueError: as `read_header`.
+        ValueError: as `check_file` and `read_header`.
     """
-    if not path.stat().st_size:
-        raise ValueError(f"{path} is empty; perhaps its download was cut short.")
+    check_file(path)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return read_header(path, data).metadata
 
@@ -68,9 +69,7 @@ def read_header(path: Path, data: mmap.mmap) -> GGUFHeader:
             within its header.
     """
     if data[:4] != b"GGUF":
-        is_pointer = data[:23] == b"version https://git-lfs"
-        cause = " It is a git-lfs pointer: run `git lfs pull` in its folder." if is_pointer else ""
-        raise ValueError(f"{path} is not a GGUF file: it does not start with 'GGUF'.{cause}")
+        raise ValueError(f"{path} is not a GGUF file: it does not start with 'GGUF'.")
     version = int.from_bytes(data[4:8], "little")
     if version not in (2, 3):
         raise ValueError(f"{path} is GGUF version {version}. Supported: 2, 3.")

@@ -48,8 +48,7 @@ RULES = {
     "backend/trtllm": Rule("backend/errors.py"),
     "backend/host": Rule("backend backend/errors.py"),
     "backend/runner": Rule(
-        "backend backend/errors.py backend/files.py backend/gguf_header.py "
-        "backend/engine kernels",
+        "backend backend/errors.py backend/files.py backend/gguf_header.py backend/engine kernels",
         "torch pydantic transformers",
     ),
     "backend/triton_model.py": Rule(f"{_INSIDE} backend/errors.py backend/trtllm"),

@@ -1,6 +1,5 @@
 """What a tokenizer's files say, whatever their format."""
 
-from pathlib import Path
 from typing import NamedTuple
 
 import tokenizers
@@ -14,21 +13,6 @@ class LoadedTokenizer(NamedTuple):
     chat_template: str | dict[str, str] | None  # or templates by name
     special_tokens: dict[str, str]  # text by role, such as bos_token, as chat templates name them
     eos_token_ids: tuple[int, ...]  # end an answer
-
-
-def read_file(path: Path) -> bytes:
-    """The content of a file.
-
-    Raises:
-        ValueError: it is a git-lfs pointer.
-    """
-    data = path.read_bytes()
-    if data.startswith(b"version https://git-lfs"):
-        raise ValueError(
-            f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull` in its folder, "
-            "or download it again"
-        )
-    return data
 
 
 def around(bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> PostProcessor:

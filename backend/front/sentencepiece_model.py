@@ -14,8 +14,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers
 
+from tritium.backend.files import check_file
 from tritium.backend.front import sentencepiece_bpe
-from tritium.backend.front.loaded_tokenizer import read_file
 
 
 class _Kind(IntEnum):
@@ -37,7 +37,8 @@ def load_sentencepiece(path: Path) -> tokenizers.Tokenizer:
     Raises:
         ValueError: the file is no SentencePiece model or needs what is not supported.
     """
-    data = read_file(path)
+    check_file(path)
+    data = path.read_bytes()
     try:
         return _build(data)
     except (_NotAModel, TypeError, UnicodeDecodeError, struct.error):

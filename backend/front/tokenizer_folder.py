@@ -6,7 +6,6 @@ tokenizer.json does not say: the roles of tokens, tokens that were added later, 
 stand around a text, the chat template. Facts of transformers are those of its version 4.57.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import AddedToken
 
+from tritium.backend.files import read_json, read_text
 from tritium.backend.front.end_tokens import ENDS_OF_MESSAGE, ENDS_OF_TURN, end_is_no_end
-from tritium.backend.front.loaded_tokenizer import LoadedTokenizer, around, read_file
+from tritium.backend.front.loaded_tokenizer import LoadedTokenizer, around
 from tritium.backend.front.sentencepiece_model import load_sentencepiece
 
 _ROLES = (
@@ -124,29 +124,14 @@ def _existing(folder: Path, names: Iterable[str]) -> Iterator[Path]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a file; an empty one if there is no such file."""
-    if not path.is_file():
-        return {}
-    data = read_file(path)
-    try:
-        value = json.loads(data)
-    except json.JSONDecodeError as error:
-        cause = "it is empty" if not data.strip() else f"{error.msg} at line {error.lineno}"
-        raise ValueError(
-            f"{path} is not valid JSON: {cause}, column {error.colno}; perhaps it was cut short "
-            "while it was downloaded or edited by hand"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: no UTF-8 at byte {error.start}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must be a JSON object, not {type(value).__name__}")
-    return value
+    return read_json(path) if path.exists() else {}
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 -- the library raises bare exceptions
-        _read_json(path)  # says it better if the file is no JSON at all
+        read_json(path)  # says it better if the file is no JSON at all
         raise ValueError(
             f"{path} cannot be read by tokenizers {tokenizers.__version__}: {error}; perhaps it "
             "was written by a newer version"
@@ -317,5 +302,5 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str]
     files |= {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     for name, path in files.items():
         if path.is_file():
-            templates[name] = path.read_text(encoding="utf-8")
+            templates[name] = read_text(path)
     return templates.get("default") if templates.keys() <= {"default"} else templates
