@@ -79,22 +79,32 @@ def load_folder(folder: Path) -> LoadedTokenizer:
         ValueError: a file is missing, broken or not supported; names the file.
     """
     config = _read_json(folder / "tokenizer_config.json")
+    try:
+        return _load(folder, config)
+    except (AttributeError, KeyError, TypeError) as error:  # values of unexpected types
+        path = folder / "tokenizer_config.json"
+        raise ValueError(f"{path} or a file beside it has an unexpected value: {error!r}") from None
+
+
+def _load(folder: Path, config: dict[str, Any]) -> LoadedTokenizer:
     family = _family(folder, config)
     chat_template = _chat_template(folder, config)
-    names = _role_names(folder, config, family)
+    names = _role_names(folder, config)
     if (folder / "tokenizer.json").is_file():
         fast = _read_tokenizer(folder / "tokenizer.json")
     elif model := next(_existing(folder, _SENTENCEPIECE), None):
         fast = _from_sentencepiece(model, config, family)
         family = family or _LLAMA
         config.setdefault("add_bos_token", family.adds_bos)
-        names.setdefault("bos_token", family.bos)
-        names.setdefault("eos_token", family.eos)
     else:
         return _by_transformers(folder)
     fast.no_truncation()
     fast.no_padding()
     _add_tokens(folder, fast, config, names)
+    if family:
+        for role, text in (("bos_token", family.bos), ("eos_token", family.eos)):
+            if role not in config and fast.token_to_id(text) is not None:
+                names.setdefault(role, text)
     if family and not config.keys().isdisjoint({"add_bos_token", "add_eos_token"}):
         adds_bos = config.get("add_bos_token", family.adds_bos)
         adds_eos = config.get("add_eos_token", False)
@@ -108,7 +118,7 @@ def load_folder(folder: Path) -> LoadedTokenizer:
 def _family(folder: Path, config: dict[str, Any]) -> _Family | None:
     model = _read_json(folder / "config.json")
     named = config.get("tokenizer_class") or model.get("tokenizer_class")
-    if named:
+    if isinstance(named, str):
         return _FAMILIES.get(named.removesuffix("Fast").removesuffix("Tokenizer"))
     model_type = model.get("model_type", "")
     families = _FAMILIES.values()
@@ -194,12 +204,11 @@ def _text(value: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _role_names(folder: Path, config: dict[str, Any], family: _Family | None) -> dict[str, str]:
+def _role_names(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Texts by role. special_tokens_map.json counts for folders without added_tokens_decoder."""
-    values = {"bos_token": family.bos, "eos_token": family.eos} if family else {}
-    values |= config
+    values = config
     if "added_tokens_decoder" not in config:
-        values |= _read_json(folder / "special_tokens_map.json")
+        values = config | _read_json(folder / "special_tokens_map.json")
     return {role: text for role in _ROLES if (text := _text(values.get(role))) is not None}
 
 
@@ -207,15 +216,11 @@ def _add_tokens(
     folder: Path, fast: tokenizers.Tokenizer, config: dict[str, Any], names: dict[str, str]
 ) -> None:
     """Adds the tokens that the other files know and tokenizer.json lacks."""
-    declared = config.get("added_tokens_decoder")
-    if declared is None:
-        of_file = _read_json(folder / "added_tokens.json")
-        declared = {token_id: {"content": text} for text, token_id in of_file.items()}
     special = set(names.values()) | set(_other_special(folder, config))
     known = {token.content for token in fast.get_added_tokens_decoder().values()}
-    for token_id, value in sorted(((int(i), declared[i]) for i in declared), key=itemgetter(0)):
-        text = _text(value)
-        if text is None or text in known:
+    for token_id, value in _declared_tokens(folder, config):
+        text = value["content"]
+        if text in known:
             continue
         is_special = bool(value.get("special", False)) or text in special
         properties = {
@@ -239,6 +244,21 @@ def _add_tokens(
     for text in dict.fromkeys([*names.values(), *sorted(special)]):
         if text not in known:
             fast.add_special_tokens([AddedToken(text, special=True, normalized=False)])
+
+
+def _declared_tokens(folder: Path, config: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    """(id, properties) of each token, in the order of ids."""
+    declared = config.get("added_tokens_decoder")
+    if declared is None:
+        of_file = _read_json(folder / "added_tokens.json")
+        declared = {token_id: {"content": text} for text, token_id in of_file.items()}
+    try:
+        tokens = [(int(token_id), value) for token_id, value in declared.items()]
+    except (AttributeError, ValueError):
+        tokens = [(0, None)]
+    if any(not isinstance(value, dict) or _text(value) is None for _, value in tokens):
+        raise ValueError(f"{folder}: added_tokens_decoder must be an object of tokens by their ids")
+    return sorted(tokens, key=itemgetter(0))
 
 
 def _other_special(folder: Path, config: dict[str, Any]) -> Iterator[str]:

@@ -125,12 +125,28 @@ def test_add_bos_token_and_add_eos_token(tmp_path, make, config, bos, eos):
 def test_bos_that_is_missing(tmp_path):
     save(qwen2(), tmp_path)
     configure(tmp_path, tokenizer_class="LlamaTokenizer", add_bos_token=True, bos_token=None)
+    assert "tokenizer_config.json: add_bos_token is true, and bos_token" in refusal(tmp_path)
+    save(llama2(), tmp_path)
+    configure(tmp_path, bos_token=None)
     assert Tokenizer(tmp_path).special_tokens["bos_token"] == "<s>"  # the class's own
     (tmp_path / "tokenizer_config.json").write_text(
         '{"tokenizer_class": "LlamaTokenizer", "add_bos_token": true, "bos_token": null}'
     )
     with pytest.raises(ValueError, match=r"tokenizer_config\.json: add_bos_token is true, and bos"):
         Tokenizer(tmp_path)
+
+
+def test_no_token_is_made_up(tmp_path):
+    """Roles that a class would fill with tokens that the vocabulary does not have."""
+    shape = llama3()
+    save(shape, tmp_path)
+    for config in ({}, {"tokenizer_class": "LlamaTokenizer"}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        tokenizer = Tokenizer(tmp_path)
+        assert tokenizer.special_tokens == {}
+        assert tokenizer.eos_token_ids == ()
+        assert tokenizer.vocab_size == shape.fast.get_vocab_size()
+        assert tokenizer.encode("<s>a") == shape.fast.encode("<s>a").ids
 
 
 # -- tokens that other files know --
@@ -360,6 +376,31 @@ def test_tokenizer_model_of_a_class_with_rules_of_its_own(tmp_path):
 def test_broken_file(folder, name, content, message):
     (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     assert refusal(folder).startswith(f"{folder / name} {message}")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"added_tokens_decoder": ["<x>"]},
+        {"added_tokens_decoder": {"9999": 5}},
+        {"added_tokens_decoder": {"x": {"content": "<x>"}}},
+        {"chat_template": ["{{ messages }}"]},
+        {"chat_template": [{"name": "default"}]},
+        {"additional_special_tokens": 5},
+    ],
+)
+def test_values_of_unexpected_types(folder, config):
+    configure(folder, **config)
+    assert str(folder) in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_class", "bos_token", "eos_token", "add_bos_token"])
+@pytest.mark.parametrize("value", [7, [], {}, True])
+def test_values_that_mean_nothing_are_those_of_no_key(folder, name, value):
+    configure(folder, **{name: None})
+    wanted = Tokenizer(folder).encode("a b")
+    configure(folder, **{name: value})
+    assert Tokenizer(folder).encode("a b") == wanted
 
 
 def test_tokenizer_json_of_another_kind(folder):
