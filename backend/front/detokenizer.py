@@ -9,6 +9,14 @@ import tokenizers
 _CONTEXT = 8  # tokens that are decoded again with each new one
 _BROKEN = "\ufffd"  # stands for bytes that are no character
 
+# Byte-level tokens write a byte as the character of its number, or as one from 256 on if that
+# cannot be seen.
+_SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
+_BYTE_OF_SIGN = {chr(byte): byte for byte in _SEEN} | {
+    chr(256 + i): byte for i, byte in enumerate(_UNSEEN)
+}
+
 
 class Decoder:
     """What a tokenizer's tokens look like as text."""
@@ -18,7 +26,9 @@ class Decoder:
         added = fast.get_added_tokens_decoder()
         self.special = frozenset(i for i, token in added.items() if token.special)
         self.bytes: dict[int, int] = {}  # the byte of each token that is one, by byte fallback
-        if "ByteFallback" in json.dumps(json.loads(fast.to_str())["decoder"]):
+        decoder = json.dumps(json.loads(fast.to_str())["decoder"])
+        self._is_byte_level = "ByteLevel" in decoder
+        if "ByteFallback" in decoder:
             for byte in range(256):
                 token_id = fast.token_to_id(f"<0x{byte:02X}>")
                 if token_id is not None and token_id not in added:
@@ -30,6 +40,15 @@ class Decoder:
     def text(self, token_ids: list[int]) -> str:
         """The text of tokens, special ones included."""
         return self._fast.decode(token_ids, skip_special_tokens=False)
+
+    def end_within_character(self, token_ids: list[int]) -> bool:
+        """Whether byte-level tokens end with the beginning of a character."""
+        tokens = [self._fast.id_to_token(token_id) or "" for token_id in token_ids[-3:]]
+        try:
+            data = bytes(_BYTE_OF_SIGN[sign] for sign in "".join(tokens))
+        except KeyError:
+            return False
+        return self._is_byte_level and any(_is_beginning(data[-n:]) for n in (1, 2, 3))
 
     def token(self, token_id: int) -> str:
         """The text of one token, with its leading blank, special or not."""
@@ -95,24 +114,31 @@ class Detokenizer:
         return broken + new
 
     def finish(self) -> str:
-        """The text that was held back. Nothing may be added after it."""
+        """The text that was held back. Nothing may be added after it.
+
+        A character of byte-level tokens that the answer's end cuts off is left out, as in vLLM:
+        most answers that end there ended by their length.
+        """
+        if self._decoder.end_within_character(self._ids):
+            return ""
         return self._release_bytes() + self._release_text()
 
     def _add_byte(self, token_id: int, byte: int) -> str:
-        held = self._release_text()
+        given = self._release_text()
         self._ids = [*self._ids[-_CONTEXT:], token_id]
-        given = ""
-        candidate = self._bytes + bytes([byte])
-        if self._bytes and not _may_be_character(candidate):
-            given = _BROKEN * len(self._bytes)
-            candidate = bytes([byte])
-        try:
-            text, self._bytes = candidate.decode(), b""
-        except UnicodeDecodeError:
-            text, self._bytes = "", candidate
-            if not _may_be_character(candidate):
-                text, self._bytes = _BROKEN, b""
-        return held + given + text
+        for data in (self._bytes + bytes([byte]), bytes([byte])):
+            if _is_beginning(data):
+                self._bytes = data
+                return given
+            try:
+                text = data.decode()
+            except UnicodeDecodeError:
+                given += _BROKEN * len(self._bytes)
+                self._bytes = b""
+            else:
+                self._bytes = b""
+                return given + text
+        return given + _BROKEN
 
     def _release_bytes(self) -> str:
         """Bytes that a token of another kind ended."""
@@ -130,10 +156,10 @@ class Detokenizer:
         return held
 
 
-def _may_be_character(data: bytes) -> bool:
-    """Whether bytes are a character or its beginning."""
+def _is_beginning(data: bytes) -> bool:
+    """Whether bytes are the beginning of a character, and not all of it."""
     try:
         data.decode()
     except UnicodeDecodeError as error:
         return error.reason == "unexpected end of data"
-    return True
+    return False

@@ -62,7 +62,8 @@ def test_random_tokens(make, skip):
             continue  # the prompt ends within a character: no text does
         detokenizer = Detokenizer(decoder, prompt, skip)
         pieces = [detokenizer.add(token_id) for token_id in token_ids]
-        assert before + "".join(pieces) + detokenizer.finish() == whole
+        text = before + "".join(pieces) + detokenizer.finish()
+        assert text == whole or (text + BROKEN == whole and decoder.end_within_character(token_ids))
 
 
 def test_random_bytes():
@@ -111,9 +112,12 @@ def test_byte_level_at_the_end():
     half = fast.encode("🦖").ids[:-1]
     assert len(half) >= 1
     pieces = stream(fast, [*fast.encode("a").ids, *half])
-    assert pieces == ["a", *[""] * len(half), BROKEN]
+    assert pieces == ["a", *[""] * len(half), ""]  # cut off, mostly by max_tokens
     pieces = stream(fast, [*half, *fast.encode("ab").ids])
     assert "".join(pieces) == BROKEN + "ab"
+    lone = fast.encode("🦖").ids[-1:]
+    assert "".join(stream(fast, [*fast.encode("a").ids, *lone])) == "a" + BROKEN
+    assert "".join(stream(fast, fast.encode("a\ufffd").ids)) == "a" + BROKEN
 
 
 def test_special_token_within_a_character():
@@ -125,8 +129,8 @@ def test_endless_broken_bytes_are_not_held_back():
     fast = gpt2().fast
     first = fast.encode("🦖").ids[0]
     pieces = stream(fast, [first] * 100)
-    assert "".join(pieces) == BROKEN * 100
-    assert all(len(piece) == 1 for piece in pieces[2:])
+    assert "".join(pieces) == BROKEN * 99  # the last one is cut off
+    assert all(len(piece) == 1 for piece in pieces[1:-1])
 
 
 def test_replacement_character_as_a_token():
