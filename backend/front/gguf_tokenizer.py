@@ -88,9 +88,10 @@ def load_gguf(path: Path) -> LoadedTokenizer:
     metadata = read_metadata(path)
     try:
         return from_metadata(metadata)
-    except (KeyError, ValueError) as error:
-        missing = f"it has no {error} in its metadata" if isinstance(error, KeyError) else error
-        raise ValueError(f"{path}: {missing}") from error
+    except KeyError as error:
+        raise ValueError(f"{path}: it has no {error} in its metadata") from error
+    except (AttributeError, TypeError, ValueError) as error:  # also values of unexpected types
+        raise ValueError(f"{path}: {error}") from error
 
 
 def from_metadata(metadata: Mapping[str, Any]) -> LoadedTokenizer:
@@ -109,7 +110,6 @@ def from_metadata(metadata: Mapping[str, Any]) -> LoadedTokenizer:
     else:
         raise ValueError(f"tokenizer.ggml.model {model!r} is not supported. Supported: gpt2, llama")
 
-    ends = vocabulary.ends()
     for is_special in (True, False):
         tokens = vocabulary.added(is_special, str(metadata.get("general.name", "")))
         (fast.add_special_tokens if is_special else fast.add_tokens)(list(tokens))
@@ -121,7 +121,9 @@ def from_metadata(metadata: Mapping[str, Any]) -> LoadedTokenizer:
         eos = vocabulary.required("eos")
     if bos or eos:
         fast.post_processor = around(bos, eos)
-    return LoadedTokenizer(fast, _chat_template(metadata), vocabulary.special_tokens(), ends)
+    return LoadedTokenizer(
+        fast, _chat_template(metadata), vocabulary.special_tokens(), vocabulary.ends
+    )
 
 
 class _Vocabulary:
@@ -149,6 +151,7 @@ class _Vocabulary:
             if token_id is not None and 0 <= token_id < len(texts):
                 self.roles[role] = token_id
         self._find_by_text()
+        self.ends = self._find_ends()
 
     def _find_by_text(self) -> None:
         by_text = {"eot": ENDS_OF_TURN, "eom": ENDS_OF_MESSAGE, **_INFILLING}
@@ -158,7 +161,7 @@ class _Vocabulary:
                 self.roles[role] = found[0]
                 self.kinds[found[0]] = _Kind.CONTROL
 
-    def ends(self) -> tuple[int, ...]:
+    def _find_ends(self) -> tuple[int, ...]:
         """The ids that end an answer; eos, eot and eom first."""
         roles = [self.roles[role] for role in ("eos", "eot", "eom") if role in self.roles]
         texts = [*ENDS_OF_TURN, *ENDS_OF_MESSAGE, *OTHER_ENDS]
@@ -177,8 +180,12 @@ class _Vocabulary:
         return tuple(found)
 
     def added(self, is_special: bool, model_name: str) -> Iterable[AddedToken]:
-        """The tokens that are found in a text before it is split: those hidden from answers, or
-        the others."""
+        """The tokens that are found in a text before it is split.
+
+        Args:
+            is_special: Those that are hidden from answers, or the others.
+            model_name: general.name; after a Phi-3's special tokens blanks are dropped.
+        """
         kinds = (_Kind.CONTROL, _Kind.UNKNOWN) if is_special else (_Kind.USER_DEFINED,)
         is_phi3 = any(name in model_name.lower() for name in ("phi-3", "phi3"))
         keep_blanks = {"<unk>", "<s>", "<|endoftext|>"}

@@ -181,6 +181,15 @@ def test_end_that_is_none():
     assert "<|end|>" not in ends(["<|end|>", "<|return|>", "<|call|>"])
 
 
+def test_blanks_after_the_special_tokens_of_phi3():
+    metadata = bpe("gpt-2")
+    tokens = from_metadata(metadata).fast.encode("</s> a<s> a").tokens
+    assert tokens == ["</s>", "Ġa", "<s>", "Ġa"]
+    metadata["general.name"] = "Phi-3-mini"
+    tokens = from_metadata(metadata).fast.encode("</s> a<s> a").tokens
+    assert tokens == ["</s>", "a", "<s>", "Ġa"]
+
+
 def test_end_by_key():
     texts = bpe("gpt-2")["tokenizer.ggml.tokens"]
     assert ends([], eot_token_id=texts.index("<s>"))[:2] == ["</s>", "<s>"]
@@ -255,6 +264,7 @@ def test_missing_name_is_warned_about(caplog):
         ({"tokenizer.ggml.merges": ["q x"]}, "merges has 'q x', whose parts or whole are no"),
         ({"tokenizer.ggml.merges": None}, "has no 'tokenizer.ggml.merges' in its metadata"),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, "tokenizer.ggml.tokens has 'a' more than once"),
+        ({"tokenizer.ggml.eos_token_id": "2"}, "'<=' not supported between"),
         ({"tokenizer.ggml.token_type": [1]}, "token_type has 1 elements for 1503 tokens"),
     ],
 )
