@@ -113,13 +113,15 @@ class TritonPythonModel:
             logs_requests=config.log_format == "json",
         )
         tokenizer = Tokenizer(resolve(config.model))
+        eos_token_ids = tokenizer.all_eos_token_ids(model.eos_token_ids, model.vocab_size)
         self._front = Front(
             config,
             tokenizer,
             runner,
-            GrammarCompiler(tokenizer.to_json(), model.vocab_size, model.eos_token_ids),
+            GrammarCompiler(tokenizer.to_json(), model.vocab_size, eos_token_ids),
             max_model_len,
-            model.eos_token_ids,
+            eos_token_ids,
+            model.vocab_size,
             self._metrics,
             billing,
             busy_time,

@@ -14,7 +14,7 @@ POINTER = (
 
 
 def refusal(path: Path) -> str:
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=path.name) as refused:
         read_json(path)
     message = str(refused.value)
     assert message.startswith(f"{path} ")
