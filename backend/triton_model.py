@@ -9,9 +9,11 @@ import json
 import logging
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -23,6 +25,9 @@ from tritium.backend.errors import InvalidArgument, RequestError
 from tritium.backend.front.protocol import INPUTS, OUTPUTS, wants_error_code
 from tritium.backend.host.logs import JsonFormatter
 from tritium.backend.trtllm import handover
+
+if TYPE_CHECKING:
+    from tritium.backend.front.front import Front
 
 logger = logging.getLogger("tritium")
 
@@ -51,10 +56,24 @@ class TritonPythonModel:
         return config
 
     def initialize(self, args: dict[str, str]) -> None:
+        self._handed_over: WeakValueDictionary[str, _HandedOver] = WeakValueDictionary()
+        # What holds threads, files or processes is noted here as soon as it exists. So if loading
+        # fails, all of it ends and the error is reported: a thread would keep the process alive.
+        with ExitStack() as stack:
+            self._front = self._build(args, stack)
+            self._closing = stack.pop_all()
+        # The objects created so far live until the end. Excluding them from garbage collection
+        # shortens a full collection, which stops the process, from 0.14 s to microseconds.
+        gc.collect()
+        gc.freeze()
+
+    def _build(self, args: dict[str, str], stack: ExitStack) -> "Front":
+        """Load the model and start to serve; `stack` gets what has to be closed, in order."""
         # Imported here, as the process that only completes the configuration does not need them.
         from tritium.backend.accounts.billing import Billing
         from tritium.backend.accounts.ledger import Ledger
         from tritium.backend.accounts.metrics import Metrics
+        from tritium.backend.accounts.trace import TraceWriter
         from tritium.backend.engine.usage import BusyTime
         from tritium.backend.front.front import Front
         from tritium.backend.front.structured import GrammarCompiler
@@ -65,7 +84,7 @@ class TritonPythonModel:
         from tritium.backend.runner.model_runner import ModelRunner
         from tritium.backend.runner.models.loader import resolve
 
-        self._handed_over: WeakValueDictionary[str, _HandedOver] = WeakValueDictionary()
+        name, version = args["model_name"], args["model_version"]
         model_config = json.loads(args["model_config"])
         config = EngineConfig.from_parameters(model_config["parameters"])
         _start_log(config.log_format)
@@ -81,63 +100,64 @@ class TritonPythonModel:
                 measure_weights, runner, config.max_num_seqs, config.max_num_batched_tokens
             ).result()
         busy_time = BusyTime(weights, warmup=time.perf_counter_ns() - begin)
-        report_vllm = model_config["parameters"].get("REPORT_CUSTOM_METRICS", {})
-        self._metrics = Metrics(
-            args["model_name"],
-            args["model_version"],
-            max_model_len,
-            vllm=report_vllm.get("string_value", "").lower() in ("true", "yes"),
-            business_lines=config.business_lines,
-        )
-        self._ledger = None
+        ledger = trace = None
         if config.ledger_path:
-            try:
-                self._ledger = Ledger(
+            with _blaming("ledger_path", config.ledger_path):
+                ledger = Ledger(
                     config.ledger_path,
-                    args["model_name"],
+                    name,
                     weights,
                     config.ledger_rotate_hours,
                     config.ledger_retention_days,
                 )
-            except (OSError, sqlite3.Error) as error:
-                self._metrics.close()  # its thread would keep the process alive
-                raise ConfigError(
-                    f"config.pbtxt: parameter 'ledger_path' can't be '{config.ledger_path}'. No "
-                    f"ledger can be written there: {error}"
-                ) from error
+            stack.callback(ledger.close)
+        report_vllm = model_config["parameters"].get("REPORT_CUSTOM_METRICS", {})
+        metrics = Metrics(
+            name,
+            version,
+            max_model_len,
+            vllm=report_vllm.get("string_value", "").lower() in ("true", "yes"),
+            business_lines=config.business_lines,
+        )
+        stack.callback(metrics.close)
+        if config.trace_path:
+            with _blaming("trace_path", config.trace_path):
+                trace = TraceWriter(config.trace_path, config.trace_max_size, config.block_size)
+            stack.callback(trace.close)
         billing = Billing(
-            self._metrics,
-            self._ledger,
+            metrics,
+            ledger,
             runner.block_bytes,
             config.price_per_hour,
             logs_requests=config.log_format == "json",
         )
         tokenizer = Tokenizer(resolve(config.model))
         eos_token_ids = tokenizer.all_eos_token_ids(model.eos_token_ids, model.vocab_size)
-        self._front = Front(
+        grammars = GrammarCompiler(tokenizer.to_json(), model.vocab_size, eos_token_ids)
+        stack.callback(grammars.close)
+        front = Front(
             config,
             tokenizer,
             runner,
-            GrammarCompiler(tokenizer.to_json(), model.vocab_size, eos_token_ids),
+            grammars,
             max_model_len,
             eos_token_ids,
             model.vocab_size,
-            self._metrics,
+            metrics,
             billing,
             busy_time,
+            trace,
         )
-        name, version = args["model_name"], args["model_version"]
-        self._watch = ServerWatch(name, version, self._front.stop)
-        self._guardian = Guardian(name) if config.exit_on_crash else None
+        stack.callback(front.stop)
+        stack.callback(ServerWatch(name, version, front.stop).stop)
+        if config.exit_on_crash:
+            stack.callback(Guardian(name).dismiss)
         logger.info(
-            f"{args['model_name']}: {runner.model.dtype} on {runner.device}, KV cache of "
+            f"{name}: {runner.model.dtype} on {runner.device}, KV cache of "
             f"{runner.num_blocks} blocks of {runner.block_size} tokens "
             f"({runner.num_blocks * runner.block_bytes / 2**20:.0f} MiB)"
         )
-        # The objects created so far live until the end. Excluding them from garbage collection
-        # shortens a full collection, which stops the process, from 0.14 s to microseconds.
-        gc.collect()
-        gc.freeze()
+        return front
 
     def execute(self, requests: list[Any]) -> None:
         """Pass the requests to the front, whose output thread sends the responses."""
@@ -170,13 +190,7 @@ class TritonPythonModel:
         return self._front.is_ready()
 
     def finalize(self) -> None:
-        if self._guardian:
-            self._guardian.dismiss()
-        self._watch.stop()
-        self._front.stop()
-        self._metrics.close()
-        if self._ledger:
-            self._ledger.close()
+        self._closing.close()
 
 
 class _Responder:
@@ -242,6 +256,18 @@ def _start_log(log_format: str) -> None:
     logger.setLevel(logging.INFO)
     logger.propagate = False
     logger.handlers = [handler]
+
+
+@contextmanager
+def _blaming(parameter: str, path: Path) -> Iterator[None]:
+    """Turns errors of a file into one that names the parameter."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        raise ConfigError(
+            f"config.pbtxt: parameter '{parameter}' can't be '{path}'. "
+            f"Nothing can be written there: {error}"
+        ) from error
 
 
 def _max_model_len(config: EngineConfig, max_position_embeddings: int) -> int:

@@ -175,6 +175,8 @@ class Metrics:
         if self._thread:
             self._calls.put(None)
             self._thread.join()
+        # They die while the server still listens: later, the stub process would crash.
+        self._families.clear()
 
     def _later(self, function: Callable[[float], None], value: float) -> None:
         self._calls.put(partial(function, value))

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from tritium.backend.accounts.billing import Bill, Billing
 from tritium.backend.accounts.trace import TraceWriter
-from tritium.backend.config import ConfigError, EngineConfig
+from tritium.backend.config import EngineConfig
 from tritium.backend.engine.engine import Engine, Runner
 from tritium.backend.engine.usage import BusyTime
 from tritium.backend.errors import Cancelled, RefusalReason, RequestError, Unavailable
@@ -61,6 +62,7 @@ class Front:
         metrics: Counts refusals; receives the engine's state a few times per second.
         billing: Opens and closes a bill for every request.
         busy_time: Shares the engine's time among the requests.
+        trace: Records every request that ends.
     """
 
     def __init__(
@@ -75,13 +77,13 @@ class Front:
         metrics: Metrics,
         billing: Billing,
         busy_time: BusyTime | None = None,
+        trace: TraceWriter | None = None,
     ) -> None:
         self._drain_seconds = config.drain_seconds
         self._inputs = InputProcessor(config, tokenizer, max_model_len, eos_token_ids, vocab_size)
         self._grammars = grammars
         self._metrics = metrics
         self._billing = billing
-        self._trace = _trace_writer(config)
         # Keyed by id: a callback lives as long as its cached grammar and must not keep the
         # responder alive.
         self._compiling: dict[int, _Accepted] = {}
@@ -91,10 +93,13 @@ class Front:
         outputs: Outputs = queue.SimpleQueue()
         self._engine = Engine(config, runner, outputs.put, busy_time, outputs.put)
         self._output_thread = OutputThread(
-            outputs, self._engine, tokenizer, metrics, billing, self._trace, self._poll_compiling
+            outputs, self._engine, tokenizer, metrics, billing, trace, self._poll_compiling
         )
-        self._engine.start()
-        self._output_thread.start()
+        with ExitStack() as stack:
+            self._engine.start()
+            stack.callback(self._engine.stop, 0)
+            self._output_thread.start()
+            stack.pop_all()
 
     def is_ready(self) -> bool:
         """Whether both threads are alive."""
@@ -157,10 +162,7 @@ class Front:
             self._withdraw(
                 accepted, Unavailable("the model is shutting down", RefusalReason.DRAINING)
             )
-        self._grammars.close()
         self._output_thread.stop()
-        if self._trace:
-            self._trace.close()
 
     def _submit_compiled(self, compiling_id: int, compiled: Future[Grammar]) -> None:
         """Submit a request whose grammar is done, unless it was cancelled. Never raises."""
@@ -225,17 +227,6 @@ class Front:
         logger.info("[vllm] Cancelling the request")
         self._withdraw(accepted, Cancelled("the request was cancelled"))
         logger.info("[vllm] Successfully cancelled the request")
-
-
-def _trace_writer(config: EngineConfig) -> TraceWriter | None:
-    if not config.trace_path:
-        return None
-    try:
-        return TraceWriter(config.trace_path, config.trace_max_size, config.block_size)
-    except OSError as error:
-        raise ConfigError(
-            f"config.pbtxt: parameter 'trace_path' can't be {str(config.trace_path)!r}. {error}"
-        ) from None
 
 
 def _grammar(request: GenerationRequest, compiled: Future[Grammar]) -> Grammar:

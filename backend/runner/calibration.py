@@ -54,13 +54,10 @@ def measure_weights(runner: ModelRunner, max_num_seqs: int, max_num_tokens: int)
         max_num_seqs: The most sequences per step.
         max_num_tokens: The most tokens per step.
     """
-    positions = min(
-        runner.num_blocks * runner.block_size, runner.model.config.max_position_embeddings
-    )
     shapes = [
         shape
         for shape in _SHAPES
-        if shape.start + shape.num_new <= positions
+        if shape.start + shape.num_new <= runner.num_positions
         and shape.num_sequences <= max_num_seqs
         and shape.num_tokens <= max_num_tokens
     ]

@@ -68,10 +68,10 @@ class ModelRunner:
             self.num_blocks = self._count_blocks(config, working_memory)
             self.kv_caches = self._allocate(self.num_blocks)
             longest = config.max_model_len or self.model.config.max_position_embeddings
-            longest = min(longest, self.num_blocks * self.block_size)
-            self.model.set_num_positions(longest)
+            self.num_positions = min(longest, self.num_blocks * self.block_size)
+            self.model.set_num_positions(self.num_positions)
             if self.overlaps and config.cuda_graphs:
-                limits = config.max_num_seqs, longest
+                limits = config.max_num_seqs, self.num_positions
                 self._graphs = DecodeGraphs(self.model, self.kv_caches, self.block_size, *limits)
 
     @property

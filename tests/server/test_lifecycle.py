@@ -1,5 +1,7 @@
 """Loading, unloading and reloading models, and configurations that fail to load."""
 
+import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -8,8 +10,9 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
+from tritium.backend.host.serve import TritonServer
 from tritium.client import GenerationError, GrpcClient
-from tritium.loadtests.harness import CONFIG, complete, send, until, write_model
+from tritium.loadtests.harness import CONFIG, complete, free_ports, send, until, write_model
 
 
 @pytest.fixture
@@ -101,6 +104,7 @@ def test_running_stream_completes_while_its_model_is_unloaded(server, repository
         ({"dtype": "int3"}, ["dtype", "int3", "bfloat16"]),
         ({"device": "cuda"}, ["device", "GPU"]),
         ({"ledger_path": "/proc/ledger"}, ["ledger_path", "/proc/ledger"]),
+        ({"trace_path": "/proc/trace.jsonl"}, ["trace_path", "/proc/trace.jsonl"]),
         ({"model": "/nowhere/at/all"}, ["/nowhere/at/all"]),
         ({"model": "package:no_such_package/x.gguf"}, ["no_such_package"]),
     ],
@@ -113,6 +117,58 @@ def test_invalid_parameter_is_a_load_error_that_names_it(
         control.load_model("wrong")
     assert all(word in refused.value.message() for word in words), refused.value.message()
     assert not control.is_model_ready("wrong")
+
+
+@pytest.fixture(scope="module")
+def without_tokenizer(tiny_weights, tmp_path_factory) -> Path:
+    """Valid weights with a tokenizer that can't be read."""
+    directory = tmp_path_factory.mktemp("without_tokenizer")
+    shutil.copytree(tiny_weights, directory, dirs_exist_ok=True)
+    (directory / "tokenizer.json").write_text("{")
+    return directory
+
+
+def test_loading_that_fails_late_leaves_a_server_that_serves_and_ends(
+    tmp_path, tiny_weights, without_tokenizer
+):
+    """The parts that were started before the one that fails must not keep the process alive."""
+    models, limits = tmp_path / "models", {"kv_cache_memory": "1MiB", "max_model_len": 256}
+    good = {"model": tiny_weights, "ledger_path": tmp_path / "ledger", **limits}
+    write_model(models, "good", **good)
+    write_model(models, "no_tokenizer", **good | {"model": without_tokenizer})
+    write_model(models, "no_trace", **good | {"trace_path": "/proc/trace.jsonl"})
+    write_model(models, "no_ledger", **good | {"ledger_path": "/proc/ledger"})
+    crashes = num_crashes()
+    ports = free_ports(3)
+    with (tmp_path / "server.log").open("wb") as log:
+        server = TritonServer(models, *ports, ["--model-control-mode=explicit"], log=log)
+        server.start()
+    try:
+        server.wait_until_ready(timeout=60)
+        with grpcclient.InferenceServerClient(f"localhost:{ports[1]}") as control:
+            for name, words in {
+                "no_tokenizer": "tokenizer",
+                "no_trace": "'trace_path' can't be '/proc/trace.jsonl'",
+                "no_ledger": "'ledger_path' can't be '/proc/ledger'",
+            }.items():
+                started = time.monotonic()
+                with pytest.raises(InferenceServerException, match=words):
+                    control.load_model(name, client_timeout=60)
+                assert time.monotonic() - started < 30
+            until(lambda: not psutil.Process(server.process.pid).children(recursive=True))
+            control.load_model("good")
+            assert GrpcClient(f"localhost:{ports[1]}", "good").generate("Hi").text
+            with pytest.raises(InferenceServerException, match="'trace_path' can't be"):
+                control.load_model("no_trace", client_timeout=60)
+    finally:
+        assert server.stop(timeout=20) == 0
+    assert num_crashes() == crashes
+
+
+def num_crashes() -> int:
+    """The stub's crashes since the machine started, if the kernel's log may be read."""
+    log = subprocess.run(["dmesg"], capture_output=True, text=True, check=False).stdout
+    return sum("triton_python_b" in line and "segfault" in line for line in log.splitlines())
 
 
 def test_batch_size_is_a_load_error(server, repository, control):
