@@ -104,9 +104,10 @@ class Admitter:
         self._send_back(victim)
 
     def undo_admissions(self) -> None:
-        """Send back what the last step admitted, as that step did not run."""
-        for sequence in self.admitted:
-            if sequence.status is SequenceStatus.RUNNING:
+        """Send back the sequences of which nothing was computed since they were admitted."""
+        block_size = self._block_manager.block_size
+        for sequence in self.running.copy():
+            if sequence.num_computed_tokens == sequence.num_found_blocks * block_size:
                 self._send_back(sequence)
 
     def check_integrity(self) -> None:

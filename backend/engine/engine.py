@@ -9,8 +9,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -34,7 +33,7 @@ logger = logging.getLogger("tritium")
 
 _MAX_RECORDS = 1000  # steps
 _TOTALS_NS = 1_000_000_000  # between two reports of where the time went
-_MAX_FAILURES = 3  # in a row; then the next step would fail, too, and a reload is better
+_MAX_FAILURES = 3  # in a row; then it may be the device that fails, and not the sequences
 _STEP_SECONDS = 10  # that a stopping engine waits for its last step
 
 
@@ -65,7 +64,7 @@ class StepInFlight(NamedTuple):
     batch: list[ScheduledSequence]
     shares: StepShares = StepShares([], [], set())
     read: Callable[[], list[SampledToken]] = list
-    error: BaseException | None = None  # of the launch; to be raised instead of reading
+    error: Exception | None = None  # of the launch; to be raised instead of reading
 
 
 class StepRecord(NamedTuple):
@@ -101,7 +100,7 @@ class Engine:
     Args:
         config: Limits.
         runner: Runs a step's batch and holds `num_blocks` blocks of KV cache.
-        on_outputs: Takes new outputs, on the thread that steps.
+        on_outputs: Takes new outputs, on the thread that steps. Must not raise.
         busy_time: Divides the steps' time among the sequences.
         on_totals: Takes the device's totals, on the same thread and after the outputs that they
             include: once per second while there is work, and when there is none any more.
@@ -145,7 +144,8 @@ class Engine:
         """One step over the current work: schedule, run, update.
 
         Where steps overlap, the step that this call launches is read by the next call, after the
-        next launch. A step that fails ends its sequences with an error.
+        next launch. A step that fails is run again in halves, until it is known which sequences
+        fail alone: these end with an error, and no others.
 
         Args:
             previous: The step in flight, as returned by the previous call.
@@ -154,14 +154,15 @@ class Engine:
             The step now in flight, None if all steps have been read.
 
         Raises:
-            Exception: a step failed, for the third time in a row.
+            Exception: every sequence fails, and so does a step without a client's data; or no step
+                could be scheduled, for the third time in a row.
         """
         batch = self._schedule()
         launched = self._launch(batch)
         return self._update(previous, launched)
 
     def _schedule(self) -> list[ScheduledSequence]:
-        with self._failure_ends([]):
+        try:
             if not self.scheduler.has_unfinished():
                 self._busy_time.end_idle()
             self._take_inbox()
@@ -170,8 +171,15 @@ class Engine:
             if admitted := [s.request_id for s in self.scheduler.admitter.admitted]:
                 with self._wake:
                     self.admission_control.admitted(admitted, time.perf_counter())
-            return batch
-        return []
+        except Exception:
+            logger.exception("no step could be scheduled")
+            self._busy_time.end_failed_step()
+            self._num_failures += 1
+            if self._num_failures >= _MAX_FAILURES:
+                raise
+            self.scheduler.admitter.undo_admissions()
+            return []
+        return batch
 
     def _launch(self, batch: list[ScheduledSequence]) -> StepInFlight | None:
         """Start a step. An error is kept until the previous step has been read."""
@@ -180,9 +188,7 @@ class Engine:
         num_tokens = sum(scheduled.num_new_tokens for scheduled in batch)
         try:
             read = self._runner.launch(batch)
-            step = StepInFlight(batch, self._busy_time.shares(batch), read)
-            self.scheduler.advance(batch)
-        except BaseException as error:  # noqa: BLE001 -- raised by _read()
+        except Exception as error:  # noqa: BLE001 -- raised by _read()
             if not isinstance(error, OutOfMemory) or not self.scheduler.retreat(batch):
                 return StepInFlight(batch, error=error)
             self._busy_time.end_failed_step()
@@ -191,6 +197,8 @@ class Engine:
                 f"trying at most {self.scheduler.token_budget}: {error}"
             )
             return None
+        step = StepInFlight(batch, self._busy_time.shares(batch), read)
+        self.scheduler.advance(batch)
         self._num_steps += 1
         self._num_computed_tokens += num_tokens
         return step
@@ -199,41 +207,83 @@ class Engine:
         self, previous: StepInFlight | None, launched: StepInFlight | None
     ) -> StepInFlight | None:
         """Read the previous step; also the launched one, if the next step can't overlap with it."""
-        if previous:
-            self._read(previous)
+        if previous and self._read(previous):
+            steps = [previous, launched] if launched else [previous]
+            launched = None  # it began with tokens of the previous step: it is run again, too
+            self._repeat(*steps)
         if launched and (
             launched.error or not self._runner.overlaps or self.scheduler.waits_for(launched.batch)
         ):
-            self._read(launched)
+            if self._read(launched):
+                self._repeat(launched)
             launched = None
         self._report_totals()
         return launched
 
-    def _read(self, step: StepInFlight) -> None:
-        with self._failure_ends(step.batch):
+    def _read(self, step: StepInFlight) -> Exception | None:
+        """Read a step and hand out its tokens; returns the error if it failed."""
+        try:
             if step.error:
                 raise step.error
             sampled = step.read()
-            self._num_failures = 0
-            duration = self._busy_time.end_step(step.shares)
-            num_tokens = sum(scheduled.num_new_tokens for scheduled in step.batch)
-            self._records.append(StepRecord(len(step.batch), num_tokens, duration))
-            self._hand_out(self.scheduler.update(step.batch, sampled))
-
-    @contextmanager
-    def _failure_ends(self, batch: list[ScheduledSequence]) -> Iterator[None]:
-        """If the body fails, end the sequences of the batch; raise the third failure in a row."""
-        try:
-            yield
         except Exception as error:
-            logger.exception("a step failed; its sequences end with an error")
+            logger.exception(f"a step of {len(step.batch)} sequences failed")
             self._busy_time.end_failed_step()
-            sequences = [scheduled.sequence for scheduled in batch]
-            self._end(sequences, FinishReason.ERROR, f"the engine's step failed: {error}")
-            self._report_totals()
-            self._num_failures += 1
-            if self._num_failures >= _MAX_FAILURES:
-                raise
+            return error.with_traceback(None)  # it would keep the step's tensors
+        self._num_failures = 0
+        duration = self._busy_time.end_step(step.shares)
+        num_tokens = sum(scheduled.num_new_tokens for scheduled in step.batch)
+        self._records.append(StepRecord(len(step.batch), num_tokens, duration))
+        self._hand_out(self.scheduler.update(step.batch, sampled))
+        return None
+
+    def _repeat(self, *failed: StepInFlight) -> None:
+        """Run steps again that failed or that depend on one that failed, in their order."""
+        for step in failed:
+            if not step.error:
+                self.scheduler.withdraw(step.batch)
+        for step in failed:
+            self._run_apart(step.batch)
+
+    def _run_apart(self, batch: list[ScheduledSequence]) -> None:
+        """Run a step to its end; if it fails, in halves. A sequence that fails alone ends."""
+        # A part of a step is a step: its sequences have their blocks and know nothing of others.
+        batch = [scheduled for scheduled in batch if scheduled.can_run]
+        step = self._launch(batch)
+        error = self._read(step) if step else None
+        if not step or not error:
+            return
+        if len(batch) > 1:
+            middle = len(batch) // 2
+            if not step.error:
+                self.scheduler.withdraw(batch)
+            self._run_apart(batch[:middle])
+            self._run_apart(batch[middle:])
+            return
+        self._end(
+            [batch[0].sequence], FinishReason.ERROR, f"the engine's step failed: {error!s:.300}"
+        )
+        self._num_failures += 1
+        if self._num_failures >= _MAX_FAILURES:
+            self._probe()
+
+    def _probe(self) -> None:
+        """Run a step of one token that no client has sent; raises if it fails, too."""
+        probe = Sequence(EngineRequest(-1, [0], max_tokens=1))
+        if not self.block_manager.allocate(probe, 1):
+            return  # after the next failure
+        scheduled = ScheduledSequence.of(probe, 1)
+        block_table = probe.block_table.copy()
+        self.block_manager.free(probe)  # at once, as nobody pays for the block; its content is void
+        probe.block_table = block_table
+        try:
+            self._runner.launch([scheduled])()
+        except Exception:
+            self.scheduler.admitter.undo_admissions()  # the rest of the failed step does not run
+            raise
+        finally:
+            self._busy_time.end_failed_step()
+        self._num_failures = 0
 
     def _take_inbox(self) -> None:
         """Add submitted sequences, end aborted ones."""
@@ -425,6 +475,7 @@ class Engine:
             with self._wake:
                 self._stopping = f"the engine has failed and serves nothing any more: {error!r}"
             self._end_all()
+            self._report_totals()
 
     def _wait_for_work(self) -> bool:
         """Wait until there is something to do. False: the engine was stopped."""

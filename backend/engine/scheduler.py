@@ -1,5 +1,6 @@
 """Which sequences run in the next step, and with how many tokens each. Pure bookkeeping."""
 
+import logging
 import time
 from collections.abc import Callable
 from itertools import count, islice, zip_longest
@@ -11,6 +12,8 @@ from tritium.backend.engine.deadlines import Deadlines
 from tritium.backend.engine.drafts import Drafts
 from tritium.backend.engine.request import EngineOutput, FinishReason, RequestClass, SampledToken
 from tritium.backend.engine.sequence import ScheduledSequence, Sequence, SequenceStatus
+
+logger = logging.getLogger("tritium")
 
 # After a step found no memory, this many steps run before the next ones may be twice as large.
 _STEPS_UNTIL_GROWTH = 100
@@ -141,6 +144,14 @@ class Scheduler:
             if not self._steps_until_growth:
                 self._set_budget(min(2 * self.token_budget, self.max_num_batched_tokens))
 
+    def withdraw(self, batch: list[ScheduledSequence]) -> None:
+        """Undo `advance()` for a step whose tokens can't be read; then it can be launched again."""
+        for sequence, start, _, samples, _ in batch:
+            if sequence.status is not SequenceStatus.FINISHED:
+                sequence.num_pending_tokens -= samples
+            if sequence.status is SequenceStatus.RUNNING:  # else it has lost its blocks
+                sequence.num_computed_tokens = min(sequence.num_computed_tokens, start)
+
     def retreat(self, batch: list[ScheduledSequence]) -> bool:
         """Undo a scheduled step that found no memory; the next ones are half as large.
 
@@ -170,7 +181,13 @@ class Scheduler:
             if sequence.status is SequenceStatus.FINISHED:
                 continue
             sequence.num_pending_tokens -= scheduled.samples
-            taken, reason = _append_sampled(scheduled, tokens)
+            try:
+                taken, reason = _append_sampled(scheduled, tokens)
+            except Exception as error:
+                logger.exception("a sampled token could not be added to its sequence")
+                message = f"the engine failed on a sampled token: {error!s:.300}"
+                outputs += self.end(sequence.request_id, FinishReason.ERROR, message)
+                continue
             self._note_computed(scheduled, num_dropped=len(tokens) - len(taken))
             if not taken:
                 continue

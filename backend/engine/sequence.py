@@ -133,6 +133,13 @@ class ScheduledSequence(NamedTuple):
         """Tokens that the step samples: one, and one more per draft token."""
         return 1 + len(self.draft_token_ids) if self.samples else 0
 
+    @property
+    def can_run(self) -> bool:
+        """Whether the sequence is still as it was when the step was scheduled."""
+        sequence = self.sequence
+        is_running = sequence.status is SequenceStatus.RUNNING
+        return is_running and sequence.num_computed_tokens == self.start
+
     @classmethod
     def of(cls, sequence: Sequence, num_new_tokens: int) -> "ScheduledSequence":
         """The sequence's next `num_new_tokens` tokens."""

@@ -267,19 +267,6 @@ def test_a_stop_token_that_is_read_late_ends_the_answer_at_its_position():
     assert engine.stats().num_used_blocks == 0
 
 
-def test_a_failing_launch_ends_its_sequences_and_the_previous_step_is_read(start):
-    runner = FailingRunner(2)
-    runner.overlaps = True
-    engine, collector = start(runner)
-    submit(engine, request_id=0)
-    collector.wait_until_finished(0)
-    assert collector.reasons == {0: [ERROR]}
-    submit(engine, request_id=1, max_tokens=3)
-    collector.wait_until_finished(1)
-    assert collector.token_ids(1) == [3, 4, 5]
-    engine.scheduler.check_integrity()
-
-
 # -- drafts --
 
 
@@ -478,63 +465,6 @@ def test_the_thread_serves_requests(start):
     collector.wait_until_finished(5)
 
 
-def test_a_step_that_fails_ends_the_running_requests_only(start):
-    engine, collector = make_engine(FailingRunner(1), max_num_seqs=2)
-    for i in range(4):
-        submit(engine, i)
-    engine.start()
-    collector.wait_until_finished(0, 1, 2, 3)
-    engine.stop(0)
-    assert collector.reasons == {0: [ERROR], 1: [ERROR], 2: [LENGTH], 3: [LENGTH]}
-    errors = {o.request_id: o.error for o in collector.outputs if o.error}
-    assert errors == dict.fromkeys((0, 1), "the engine's step failed: boom")
-    assert_idle(engine)
-
-
-@pytest.mark.parametrize(
-    ("max_tokens", "reasons"),
-    [(1, {0: [LENGTH], 1: [ERROR]}), (5, {0: [ERROR], 1: [ERROR]})],
-    ids=["its last token is in the previous step", "it continues"],
-)
-def test_a_failing_launch_ends_its_sequences_after_the_tokens_of_the_previous_step(
-    max_tokens, reasons
-):
-    runner = FailingRunner(2)
-    runner.overlaps = True
-    engine, collector = make_engine(runner, max_num_batched_tokens=4)
-    submit(engine, 0, max_tokens, prompt=range(4))  # fills the first step
-    submit(engine, 1, prompt=range(3))
-    engine.start()
-    collector.wait_until_finished(0, 1)
-    engine.stop(0)
-    assert collector.reasons == reasons
-    assert collector.token_ids(0) == [4]
-    assert_idle(engine)
-
-
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_a_failing_read_ends_only_the_sequences_of_its_step(start, overlaps):
-    class Unreadable(CountingRunner):
-        def launch(self, batch):
-            read = super().launch(batch)
-            failing = any(s.sequence.request_id == 1 for s in batch)
-            return (lambda: 1 / 0) if failing else read
-
-    engine, collector = make_engine(
-        Unreadable(overlaps=overlaps), max_num_seqs=2, max_num_batched_tokens=4
-    )
-    submit(engine, 0, max_tokens=2)  # ends before request 1 starts
-    submit(engine, 1, prompt=range(8))
-    submit(engine, 2, prompt=range(8))
-    engine.start()
-    collector.wait_until_finished(0, 1, 2)
-    engine.stop(0)
-    assert collector.reasons[1] == [ERROR]
-    assert collector.reasons[2] == [LENGTH]
-    assert collector.token_ids(2) == [8, 9, 10]
-    assert_idle(engine)
-
-
 def test_a_grammar_that_can_t_be_started_refuses_only_its_request():
     class Grammar:
         def start(self):
@@ -546,22 +476,6 @@ def test_a_grammar_that_can_t_be_started_refuses_only_its_request():
     submit(engine, 2)
     step_until_idle(engine, collector, 1)
     assert collector.reasons == {2: [LENGTH]}
-
-
-def test_three_failures_in_a_row_end_the_engine(start):
-    engine, collector = make_engine(FailingRunner(1, 2, 4, 5, 6), max_num_seqs=1)
-    for i in range(8):
-        submit(engine, i, max_tokens=1)
-    engine.start()
-    collector.wait_until_finished(*range(8))
-    ended = [*[ERROR] * 2, LENGTH, *[ERROR] * 3, *[SHUTDOWN] * 2]
-    assert collector.reasons == {i: [reason] for i, reason in enumerate(ended)}
-    engine._thread.join(5)
-    assert not engine.is_alive()
-    with pytest.raises(Unavailable, match=r"serves nothing any more: RuntimeError.*boom"):
-        engine.reserve()
-    assert_idle(engine)
-    engine.stop(0)
 
 
 # -- memory --
@@ -623,6 +537,196 @@ def test_a_step_of_one_token_without_memory_fails_its_sequence(start):
     assert collector.token_ids(1) == [3, 4, 5]
 
 
+# -- failing steps --
+
+
+class PoisonedRunner(CountingRunner):
+    """Fails in the steps that compute position `at` of some requests."""
+
+    def __init__(self, *poisoned: int, at: int = 0, when: str = "launch", **options) -> None:
+        super().__init__(**options)
+        self.poisoned, self.at, self.when = set(poisoned), at, when
+        self.last: set[int] = set()  # whose tokens the last step has sampled
+        self.num_launched = 0
+
+    def launch(self, batch):
+        self.num_launched += 1
+        for sequence, start, end, _, draft_token_ids in batch:
+            known = [*sequence.token_ids[start:end], *draft_token_ids]
+            if len(known) < end - start:
+                assert sequence.request_id in self.last, "no step has sampled its last token"
+        fails = any(
+            s.sequence.request_id in self.poisoned and s.start <= max(self.at, s.start) < s.end
+            for s in batch
+        )
+        if fails and self.when == "launch":
+            raise RuntimeError("poison" + "." * 1000)
+        read = super().launch(batch)
+        self.last = {s.sequence.request_id for s in batch if s.samples}
+
+        def fail():
+            raise RuntimeError("poison" + "." * 1000)
+
+        return fail if fails else read
+
+
+def serve(runner, num_requests=8, num_forks=0, prompt=range(5), **changes):
+    """Serve requests in the same steps, and check what must hold whichever are poisoned."""
+    limits = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
+    engine, collector = make_engine(runner, **{**limits, **changes})
+    for number in range(num_requests):
+        requests = [make_request(prompt, 6, number, speculative=True)]
+        requests += [
+            make_request(prompt, 6, 100 * (1 + fork) + number, fork_of=number, speculative=True)
+            for fork in range(num_forks)
+        ]
+        engine.reserve(len(requests))
+        engine.submit(*requests)
+    in_flight = step_until_idle(engine, collector, num_requests * (1 + num_forks))
+    if in_flight:
+        assert engine.step(in_flight) is None
+    assert_idle(engine)
+    for number, reasons in collector.reasons.items():
+        assert reasons == [ERROR if number in runner.poisoned else LENGTH], number
+        whole = [runner.token_at(position) for position in range(len(prompt), len(prompt) + 6)]
+        num_tokens = max(runner.at - len(prompt) + 1, 0) if number in runner.poisoned else 6
+        assert collector.token_ids(number) == whole[:num_tokens], number
+    for output in collector.outputs:
+        if output.finish_reason is ERROR:
+            assert output.error == "the engine's step failed: poison" + "." * 294  # 300 in all
+    return engine, collector
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("when", ["launch", "read"])
+@pytest.mark.parametrize("at", [0, 4, 5, 7], ids=lambda at: f"token {at}")
+@pytest.mark.parametrize(
+    "poisoned", [{0}, {3}, {7}, {0, 1}, {2, 5, 6}, set(range(8)), set(range(1, 8))], ids=str
+)
+def test_a_failing_step_ends_only_the_sequences_that_fail_alone(poisoned, at, when, overlaps):
+    runner = PoisonedRunner(*poisoned, at=at, when=when, overlaps=overlaps)
+    engine, _ = serve(runner)
+    assert engine.totals().fault > 0
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("when", ["launch", "read"])
+@pytest.mark.parametrize("at", [3, 11, 12, 14])
+@pytest.mark.parametrize("poisoned", [{0}, {1, 100}, {0, 101, 200, 201}], ids=str)
+def test_forks_and_chunked_prompts_outlive_a_failing_sequence(poisoned, at, when, overlaps):
+    """A leader that fails leaves its forks, which then compute the prompt themselves."""
+    runner = PoisonedRunner(*poisoned, at=at, when=when, overlaps=overlaps, num_blocks=40)
+    serve(runner, 3, 2, range(12), max_num_seqs=8, max_num_batched_tokens=9, prefix_cache="on")
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("when", ["launch", "read"])
+@pytest.mark.parametrize("poisoned", [{0}, {1, 2}], ids=str)
+def test_preempted_sequences_outlive_a_failing_one(poisoned, when, overlaps):
+    runner = PoisonedRunner(*poisoned, at=8, when=when, overlaps=overlaps, num_blocks=9)
+    engine, _ = serve(runner, 6, max_num_batched_tokens=16, reserve_blocks_per_seq=0)
+    assert engine.stats().num_preemptions > 0
+
+
+class PoisonedRepeatingRunner(PoisonedRunner):
+    def token_at(self, position):
+        return position % 3
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("when", ["launch", "read"])
+def test_drafts_outlive_a_failing_sequence(when, overlaps):
+    runner = PoisonedRepeatingRunner(1, 3, at=7, when=when, overlaps=overlaps)
+    prompt = [position % 3 for position in range(7)]
+    engine, _ = serve(runner, 5, 0, prompt, speculative_config=SpeculativeConfig())
+    assert engine.stats().num_accepted_tokens > 0
+
+
+def test_a_step_is_run_apart_in_halves():
+    runner = PoisonedRunner(5, when="launch")
+    serve(runner)
+    # 0..7, once more, 0..3, 4..7, 4..5, 4, 5, 6..7; then five steps of the others
+    assert runner.num_launched == 8 + 5
+
+
+def test_a_step_that_fails_once_costs_no_request():
+    engine, collector = make_engine(FailingRunner(1, 3, 4))
+    for number in range(3):
+        submit(engine, number)
+    step_until_idle(engine, collector, 3)
+    assert collector.reasons == {number: [LENGTH] for number in range(3)}
+    assert collector.token_ids(2) == [3, 4, 5]
+
+
+def test_blocks_of_a_failed_step_are_not_found():
+    runner = PoisonedRunner(0, at=5)
+    engine, _ = serve(
+        runner, 1, 0, range(12), max_num_seqs=4, max_num_batched_tokens=4, prefix_cache="on"
+    )
+    assert engine.stats().num_cached_blocks == 1  # of the first step
+
+
+def test_the_engine_goes_on_after_any_number_of_poisoned_requests(start):
+    engine, collector = start(PoisonedRunner(*range(50)), max_num_seqs=3)
+    for number in range(50):
+        submit(engine, number)
+        collector.wait_until_finished(number)
+        assert collector.reasons[number] == [ERROR]
+    submit(engine, 50)
+    collector.wait_until_finished(50)
+    assert collector.token_ids(50) == [3, 4, 5]
+    assert engine.is_alive()
+
+
+def test_a_device_that_fails_whatever_it_runs_ends_the_engine(start):
+    runner = PoisonedRunner(*range(8), -1)  # -1: the engine's own step
+    engine, collector = start(runner, max_num_seqs=2)
+    for number in range(8):
+        submit(engine, number)
+    collector.wait_until_finished(*range(8))
+    assert collector.reasons == {i: [ERROR] if i < 3 else [SHUTDOWN] for i in range(8)}
+    engine._thread.join(5)
+    assert not engine.is_alive()
+    with pytest.raises(Unavailable, match=r"serves nothing any more: RuntimeError.*poison"):
+        engine.reserve()
+    assert_idle(engine)
+    engine.check_integrity()
+
+
+def test_a_fault_in_one_sequence_s_grammar_ends_that_sequence_alone():
+    class Grammar:
+        is_complete = False
+
+        def start(self):
+            return self
+
+        def accept(self, token_id):
+            if token_id == 4:
+                raise ValueError("no such state")
+            return True
+
+    engine, collector = make_engine()
+    for number in range(3):
+        submit(engine, number, grammar=Grammar() if number == 1 else None)
+    step_until_idle(engine, collector, 3)
+    assert collector.reasons == {0: [LENGTH], 1: [ERROR], 2: [LENGTH]}
+    assert collector.token_ids(1) == [3]
+    assert collector.token_ids(2) == [3, 4, 5]
+    [error] = [output.error for output in collector.outputs if output.error]
+    assert error == "the engine failed on a sampled token: no such state"
+    assert_idle(engine)
+
+
+def test_bookkeeping_that_fails_three_times_in_a_row_ends_the_engine(start, monkeypatch):
+    engine, collector = make_engine()
+    submit(engine, 0)
+    monkeypatch.setattr(engine.scheduler.drafts, "add_to", lambda *args: 1 / 0)
+    engine.start()
+    collector.wait_until_finished(0)
+    assert collector.reasons == {0: [SHUTDOWN]}
+    engine.check_integrity()
+
+
 # -- endings --
 
 
@@ -645,16 +749,6 @@ def test_stop_does_not_wait_for_ever_for_a_step_that_hangs(monkeypatch):
     until(lambda: engine.stats().num_steps == 1)
     assert collector.reasons == {0: [SHUTDOWN]}
     assert_idle(engine)
-
-
-def test_the_loop_continues_after_failures_that_are_not_in_a_row(start):
-    engine, collector = start(FailingRunner(1, 2, 4))
-    for i in range(5):
-        submit(engine, i)
-        collector.wait_until_finished(i)
-    assert collector.reasons == {0: [ERROR], 1: [ERROR], 2: [ERROR], 3: [LENGTH], 4: [LENGTH]}
-    assert collector.token_ids(2) == [3]  # from before the step that failed
-    assert engine.is_alive()
 
 
 class DyingRunner(CountingRunner):

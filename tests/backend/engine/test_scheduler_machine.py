@@ -271,16 +271,38 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._take(outputs)
 
     @precondition(lambda self: self.scheduler.running)
-    @rule()
-    def fail_a_step(self):
-        """As in the engine: the sequences of the failing step end, the others continue."""
-        batch = self.scheduler.schedule()
-        if self.in_flight:
+    @rule(
+        is_launched=st.booleans(),
+        cut=st.integers(0, 5),
+        poisoned=st.none() | st.integers(0, 5),
+        no_memory=st.booleans(),
+    )
+    def fail_a_step(self, is_launched, cut, poisoned, no_memory):
+        """As in the engine: the step runs again in two parts. If it was launched, the step in
+        flight fails, too. One sequence ends, or one part finds no memory, and the others continue.
+        """
+        steps = [self.scheduler.schedule()]
+        if is_launched:
+            self.model.launch(steps[0])
+            self.scheduler.advance(steps[0])
+            if self.in_flight:
+                steps.insert(0, self.in_flight[0])
+            for batch in steps:
+                self.scheduler.withdraw(batch)
+        elif self.in_flight:
             self._take(self.scheduler.update(*self.in_flight))
-            self.in_flight = None
-        for scheduled in batch:
-            request_id = scheduled.sequence.request_id
-            self._take(self.scheduler.end(request_id, FinishReason.ERROR, "failed"))
+        self.in_flight = None
+        for batch in steps:
+            for first, last in ((0, cut), (cut, len(batch))):
+                part = [scheduled for scheduled in batch[first:last] if scheduled.can_run]
+                if not first and poisoned is not None and poisoned < len(part):
+                    failed = part.pop(poisoned).sequence.request_id
+                    self._take(self.scheduler.end(failed, FinishReason.ERROR, "failed"))
+                if not first and no_memory and part and self.scheduler.retreat(part):
+                    continue
+                sampled = self.model.launch(part)
+                self.scheduler.advance(part)
+                self._take(self.scheduler.update(part, sampled))
 
     @precondition(lambda self: self.scheduler.has_unfinished())
     @rule()

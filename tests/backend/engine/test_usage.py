@@ -290,12 +290,25 @@ def test_a_row_of_an_ended_sequence_is_overrun():
 
 
 def test_a_failed_step_is_a_fault():
-    durations = iter([1000, None])
+    durations = iter([1000, None, None])
     bench = Bench(lambda batch: next(durations))
     bench.submit(max_tokens=5)
     (figures,) = bench.run().values()
     assert figures.prefill_ns == 1000
-    assert bench.engine.totals().fault == 17
+    assert bench.engine.totals().fault == 2 * 17  # it is tried twice
+
+
+def test_running_a_failed_step_apart_is_billed_like_other_steps():
+    def duration(batch):
+        return None if any(s.sequence.request_id == 1 for s in batch) else 1000
+
+    bench = Bench(duration)
+    for number in range(4):
+        bench.submit(number, max_tokens=1)
+    figures = bench.run()
+    assert [figures[number].prefill_ns for number in range(4)] == [1000, 0, 500, 500]
+    # The whole step twice, its first half, and request 1 alone.
+    assert bench.engine.totals().fault == 4 * 17
 
 
 def test_totals_are_reported_after_a_failed_step():
@@ -303,7 +316,7 @@ def test_totals_are_reported_after_a_failed_step():
     bench.engine.start()
     bench.submit(max_tokens=5)
     bench.collector.wait_until_finished(0)
-    until(lambda: bench.totals[-1].fault == 17)
+    until(lambda: bench.totals[-1].fault == 2 * 17)
     assert bench.totals[-1].is_quiet
     bench.engine.stop(0)
 
