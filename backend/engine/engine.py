@@ -62,9 +62,9 @@ class StepInFlight(NamedTuple):
     """A step that has been launched and not read, or whose launch has failed."""
 
     batch: list[ScheduledSequence]
-    shares: StepShares = StepShares([], [], set())
-    read: Callable[[], list[SampledToken]] = list
-    error: Exception | None = None  # of the launch; to be raised instead of reading
+    shares: StepShares
+    read: Callable[[], list[SampledToken]]
+    error: Exception | None  # of the launch; to be raised instead of reading
 
 
 class StepRecord(NamedTuple):
@@ -100,7 +100,8 @@ class Engine:
     Args:
         config: Limits.
         runner: Runs a step's batch and holds `num_blocks` blocks of KV cache.
-        on_outputs: Takes new outputs, on the thread that steps. Must not raise.
+        on_outputs: Takes new outputs, on the thread that steps. If it raises, it has taken none;
+            then it gets them one by one, and a sequence whose output fails alone is aborted.
         busy_time: Divides the steps' time among the sequences.
         on_totals: Takes the device's totals, on the same thread and after the outputs that they
             include: once per second while there is work, and when there is none any more.
@@ -185,22 +186,21 @@ class Engine:
         """Start a step. An error is kept until the previous step has been read."""
         if not batch:
             return None
-        num_tokens = sum(scheduled.num_new_tokens for scheduled in batch)
+        read: Callable[[], list[SampledToken]] = list
+        failure = None
         try:
             read = self._runner.launch(batch)
         except Exception as error:  # noqa: BLE001 -- raised by _read()
-            if not isinstance(error, OutOfMemory) or not self.scheduler.retreat(batch):
-                return StepInFlight(batch, error=error)
-            self._busy_time.end_failed_step()
-            logger.warning(
-                f"no memory for a step of {num_tokens} tokens; "
-                f"trying at most {self.scheduler.token_budget}: {error}"
-            )
-            return None
-        step = StepInFlight(batch, self._busy_time.shares(batch), read)
+            if isinstance(error, OutOfMemory) and self.scheduler.retreat(batch):
+                self._busy_time.end_failed_step()
+                logger.warning(
+                    f"no memory for a step of {_num_tokens(batch)} tokens; "
+                    f"trying at most {self.scheduler.token_budget}: {error}"
+                )
+                return None
+            failure = error
+        step = StepInFlight(batch, self._busy_time.shares(batch), read, failure)
         self.scheduler.advance(batch)
-        self._num_steps += 1
-        self._num_computed_tokens += num_tokens
         return step
 
     def _update(
@@ -208,20 +208,22 @@ class Engine:
     ) -> StepInFlight | None:
         """Read the previous step; also the launched one, if the next step can't overlap with it."""
         if previous and self._read(previous):
-            steps = [previous, launched] if launched else [previous]
-            launched = None  # it began with tokens of the previous step: it is run again, too
-            self._repeat(*steps)
+            if launched:  # it began with tokens of the previous step
+                self.scheduler.withdraw(launched.batch)
+            self._run_apart(previous.batch)
+            self._run_apart(launched.batch if launched else [])
+            launched = None
         if launched and (
             launched.error or not self._runner.overlaps or self.scheduler.waits_for(launched.batch)
         ):
             if self._read(launched):
-                self._repeat(launched)
+                self._run_apart(launched.batch)
             launched = None
         self._report_totals()
         return launched
 
     def _read(self, step: StepInFlight) -> Exception | None:
-        """Read a step and hand out its tokens; returns the error if it failed."""
+        """Read a step and hand out its tokens; if it fails, withdraw it and return the error."""
         try:
             if step.error:
                 raise step.error
@@ -229,40 +231,31 @@ class Engine:
         except Exception as error:
             logger.exception(f"a step of {len(step.batch)} sequences failed")
             self._busy_time.end_failed_step()
+            self.scheduler.withdraw(step.batch)
             return error.with_traceback(None)  # it would keep the step's tensors
         self._num_failures = 0
         duration = self._busy_time.end_step(step.shares)
-        num_tokens = sum(scheduled.num_new_tokens for scheduled in step.batch)
+        num_tokens = _num_tokens(step.batch)
+        self._num_steps += 1
+        self._num_computed_tokens += num_tokens
         self._records.append(StepRecord(len(step.batch), num_tokens, duration))
         self._hand_out(self.scheduler.update(step.batch, sampled))
         return None
 
-    def _repeat(self, *failed: StepInFlight) -> None:
-        """Run steps again that failed or that depend on one that failed, in their order."""
-        for step in failed:
-            if not step.error:
-                self.scheduler.withdraw(step.batch)
-        for step in failed:
-            self._run_apart(step.batch)
-
     def _run_apart(self, batch: list[ScheduledSequence]) -> None:
-        """Run a step to its end; if it fails, in halves. A sequence that fails alone ends."""
+        """Run a failed step to its end, in halves where it fails. Who fails alone ends."""
         # A part of a step is a step: its sequences have their blocks and know nothing of others.
         batch = [scheduled for scheduled in batch if scheduled.can_run]
         step = self._launch(batch)
         error = self._read(step) if step else None
-        if not step or not error:
+        if not error:
             return
         if len(batch) > 1:
-            middle = len(batch) // 2
-            if not step.error:
-                self.scheduler.withdraw(batch)
-            self._run_apart(batch[:middle])
-            self._run_apart(batch[middle:])
+            self._run_apart(batch[: len(batch) // 2])
+            self._run_apart(batch[len(batch) // 2 :])
             return
-        self._end(
-            [batch[0].sequence], FinishReason.ERROR, f"the engine's step failed: {error!s:.300}"
-        )
+        message = f"the engine's step failed: {str(error) or repr(error):.300}"
+        self._end([batch[0].sequence], FinishReason.ERROR, message)
         self._num_failures += 1
         if self._num_failures >= _MAX_FAILURES:
             self._probe()
@@ -306,7 +299,17 @@ class Engine:
                 for output in finished:
                     self.admission_control.ended(output.request_id)
         if outputs:
+            self._deliver(outputs)
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        try:
             self.on_outputs(outputs)
+        except Exception:
+            logger.exception(f"{len(outputs)} outputs could not be handed out")
+            if len(outputs) == 1:
+                self.abort(outputs[0].request_id)
+            for output in outputs if len(outputs) > 1 else ():
+                self._deliver([output])
 
     def _report_totals(self) -> None:
         now = self._busy_time.clock()
@@ -493,3 +496,7 @@ class Engine:
         if self._stopping:
             reason = RefusalReason.DRAINING if self.is_alive() else None  # else it has failed
             raise Unavailable(self._stopping, reason)
+
+
+def _num_tokens(batch: list[ScheduledSequence]) -> int:
+    return sum(scheduled.num_new_tokens for scheduled in batch)

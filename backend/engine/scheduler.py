@@ -182,22 +182,11 @@ class Scheduler:
                 continue
             sequence.num_pending_tokens -= scheduled.samples
             try:
-                taken, reason = _append_sampled(scheduled, tokens)
+                outputs += self._add(scheduled, tokens)
             except Exception as error:
                 logger.exception("a sampled token could not be added to its sequence")
-                message = f"the engine failed on a sampled token: {error!s:.300}"
+                message = f"the engine failed on a token: {str(error) or repr(error):.300}"
                 outputs += self.end(sequence.request_id, FinishReason.ERROR, message)
-                continue
-            self._note_computed(scheduled, num_dropped=len(tokens) - len(taken))
-            if not taken:
-                continue
-            self._release_forks(sequence)
-            if reason is FinishReason.INVALID and sequence.grammar:
-                outputs += self.end(sequence.request_id, reason, sequence.grammar.error)
-                continue
-            if reason:
-                self._finish(sequence)
-            outputs.append(_output(sequence, taken, reason))
         return outputs
 
     def end(self, request_id: int, reason: FinishReason, error: str = "") -> list[EngineOutput]:
@@ -230,6 +219,20 @@ class Scheduler:
         assert len(unfinished) == len(queued)
         assert unfinished == self._sequences
         self.block_manager.check_integrity(self._sequences.values())
+
+    def _add(self, scheduled: ScheduledSequence, tokens: list[SampledToken]) -> list[EngineOutput]:
+        """Add a step's tokens to their sequence, which may end."""
+        sequence = scheduled.sequence
+        taken, reason = _append_sampled(scheduled, tokens)
+        self._note_computed(scheduled, num_dropped=len(tokens) - len(taken))
+        if not taken:
+            return []
+        self._release_forks(sequence)
+        if reason is FinishReason.INVALID and sequence.grammar:
+            return self.end(sequence.request_id, reason, sequence.grammar.error)
+        if reason:
+            self._finish(sequence)
+        return [_output(sequence, taken, reason)]
 
     def _note_computed(self, scheduled: ScheduledSequence, num_dropped: int) -> None:
         """Publish the blocks that a step has computed, and forget those of rejected drafts.

@@ -713,7 +713,25 @@ def test_a_fault_in_one_sequence_s_grammar_ends_that_sequence_alone():
     assert collector.token_ids(1) == [3]
     assert collector.token_ids(2) == [3, 4, 5]
     [error] = [output.error for output in collector.outputs if output.error]
-    assert error == "the engine failed on a sampled token: no such state"
+    assert error == "the engine failed on a token: no such state"
+    assert_idle(engine)
+
+
+def test_an_output_that_can_t_be_handed_out_ends_its_sequence_alone():
+    class Picky(Collector):
+        def __call__(self, outputs):
+            if any(output.request_id == 1 for output in outputs):
+                raise KeyError("no client")
+            super().__call__(outputs)
+
+    collector = Picky()
+    engine = Engine(make_config(), CountingRunner(), collector)
+    for number in range(3):
+        submit(engine, number)
+    step_until_idle(engine, collector, 2)
+    engine.step()
+    assert collector.reasons == {0: [LENGTH], 2: [LENGTH]}
+    assert collector.token_ids(2) == [3, 4, 5]
     assert_idle(engine)
 
 
