@@ -22,7 +22,7 @@ def load_model(
     """Load a model onto a device.
 
     Args:
-        model: A directory, a .gguf file or `package:NAME/PATH`; see `loader.resolve`.
+        model: A directory, a .gguf file, `package:NAME/PATH` or a name; see `loader.resolve`.
         batch_invariant: See `DecoderModel`.
         weight_bits: See `DecoderModel`.
         max_model_len: See `architectures.read_model_config`.
@@ -32,7 +32,8 @@ def load_model(
         ValueError: the model is not supported, or its weights do not match its config.
     """
     path = resolve(model)
-    config, weights = load_config(path, max_model_len), load_weights(path)
+    config = load_config(path, max_model_len)
+    weights = load_weights(path, config.names.ignored, is_quantized=config.quantization is not None)
     if config.quantization:
         weights = dequantized(weights, config.quantization)
     return DecoderModel(config, weights, dtype, device, batch_invariant, weight_bits)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
+from tritium.backend.files import check_file
 from tritium.backend.gguf_header import TensorInfo, read_header
 from tritium.backend.runner.models.architectures import require
 
@@ -56,6 +57,7 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        check_file(path)
         with path.open("rb") as file:
             # Copy-on-write: torch requires writable memory; nothing is written.
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

@@ -1,45 +1,56 @@
 """Finds a model by its name and reads its config and weights. Knows formats, not architectures."""
 
 import importlib.util
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING
 
-from tritium.backend.runner.models.architectures import as_token_ids, read_model_config
+from tritium.backend import hub
+from tritium.backend.files import read_json
+from tritium.backend.runner.models.architectures import (
+    SUPPORTED_MODEL_TYPES,
+    as_token_ids,
+    read_model_config,
+    refuse,
+    require,
+)
 from tritium.backend.runner.models.config import ModelConfig
+from tritium.backend.runner.models.safetensors_file import read_safetensors
 
 _PACKAGE = "package:"
 _CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def resolve(model: str) -> Path:
     """Find a model.
 
     Args:
-        model: A directory with config.json and safetensors; a .gguf file; or
-            `package:NAME/PATH`, one of these inside an installed Python package.
+        model: A directory with config.json and safetensors; a .gguf file; `package:NAME/PATH`, one
+            of these inside an installed Python package; or, if there is no such path, the name of
+            a model on the Hugging Face Hub (see `hub.download`).
+
+    Returns:
+        The directory or file. Resolved again, it is the same.
 
     Raises:
         FileNotFoundError: the model does not exist; the message says what is missing and where.
-        ValueError: the file is not a .gguf file, or `package:` is malformed.
+        ValueError: the file is not a .gguf file, the weights have another format, or `package:` is
+            malformed.
     """
     path = _in_package(model) if model.startswith(_PACKAGE) else Path(model)
+    if not path.exists() and hub.is_name(model):
+        path = hub.download(model)
     if path.is_dir():
-        if not (path / _CONFIG).is_file():
-            raise FileNotFoundError(f"Model directory {path} has no {_CONFIG}.")
-        if not (path / _SINGLE).is_file() and not (path / _INDEX).is_file():
-            raise FileNotFoundError(
-                f"Model directory {path} has no weights: neither {_SINGLE} nor {_INDEX}."
-            )
+        _check_directory(path)
     elif not path.is_file():
         raise FileNotFoundError(f"Model {model!r} not found: {path} does not exist.")
     elif path.suffix != ".gguf":
@@ -54,12 +65,15 @@ def load_config(path: Path, max_model_len: int | None = None) -> ModelConfig:
         max_model_len: See `architectures.read_model_config`.
 
     Raises:
-        ValueError: the model is not supported, or its file is damaged.
+        ValueError: the model is not supported, or its file is damaged; names the file.
     """
     if path.is_dir():
-        hf_config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        given = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
-        return read_model_config(hf_config, _generation_eos_token_ids(path), given, max_model_len)
+        given = read_json(path / _CONFIG)
+        eos_token_ids = _generation_eos_token_ids(path)
+        try:
+            return read_model_config(_hf_config(given), eos_token_ids, given, max_model_len)
+        except ValueError as error:
+            raise ValueError(f"{path / _CONFIG}: {error}") from error
     # Imported here, as only a GGUF file needs the package gguf.
     from tritium.backend.runner.models.gguf_file import GGUFFile
 
@@ -72,14 +86,21 @@ def load_config(path: Path, max_model_len: int | None = None) -> ModelConfig:
     return config
 
 
-def load_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
+def load_weights(
+    path: Path, ignored: tuple[str, ...] = (), is_quantized: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """(name in transformers, tensor on the CPU) of each weight of a model that `resolve` found.
 
     One at a time, so that the whole checkpoint is never in memory next to the model. The dtype is
     the file's; a GGUF file's quantized tensors are converted to float32.
 
+    Args:
+        ignored: Beginnings of the names of weights that are not read.
+        is_quantized: Whether the config says how quantised numbers are read.
+
     Raises:
         FileNotFoundError: a shard that the index names is missing.
+        ValueError: a file is damaged, or a tensor holds no usable weights; names them.
     """
     if path.is_file():
         from tritium.backend.runner.models.gguf_file import GGUFFile
@@ -87,9 +108,42 @@ def load_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
         yield from GGUFFile(path).weights()
         return
     for shard in _shards(path):
-        with safe_open(shard, framework="pt") as file:
-            for name in file.offset_keys():  # in the order of the file
-                yield name, file.get_tensor(name)
+        yield from read_safetensors(shard, ignored, is_quantized)
+
+
+def _check_directory(path: Path) -> None:
+    """Make sure that a directory has what `load_config` and `load_weights` read."""
+    if not (path / _CONFIG).is_file():
+        found = ", ".join(sorted(file.name for file in path.glob("*.gguf"))[:5])
+        hint = f" It holds GGUF files: name one of them ({found})." if found else ""
+        raise FileNotFoundError(f"Model directory {path} has no {_CONFIG}.{hint}")
+    if (path / _SINGLE).is_file() or (path / _INDEX).is_file():
+        return
+    if pickled := sorted(file.name for kind in _PICKLED for file in path.glob(kind)):
+        raise ValueError(
+            f"Model directory {path} has its weights as {', '.join(pickled[:3])}. Pickled weights "
+            "are not read, as they can run any code: convert them to safetensors, with "
+            "transformers' from_pretrained and save_pretrained."
+        )
+    raise FileNotFoundError(
+        f"Model directory {path} has no weights: neither {_SINGLE} nor {_INDEX}."
+    )
+
+
+def _hf_config(given: dict[str, Any]) -> Any:
+    """A checkpoint's config.json as a transformers config, which has the defaults.
+
+    Not by `AutoConfig.from_pretrained`: code that comes with a model is neither run nor asked
+    about.
+    """
+    model_type = given.get("model_type")
+    require("model_type", model_type, SUPPORTED_MODEL_TYPES)
+    if model_type == "mistral" and "layer_types" in given:  # which is Ministral, to transformers
+        refuse("layer_types", given["layer_types"], ["none for model_type mistral"])
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(given)
+    except Exception as error:
+        raise ValueError(f"transformers does not accept it: {error}") from error
 
 
 def _in_package(model: str) -> Path:
@@ -109,14 +163,19 @@ def _generation_eos_token_ids(directory: Path) -> list[int]:
     path = directory / _GENERATION_CONFIG
     if not path.is_file():
         return []
-    return as_token_ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
+    return as_token_ids(read_json(path).get("eos_token_id"))
 
 
 def _shards(directory: Path) -> list[Path]:
     index = directory / _INDEX
     if not index.is_file():
         return [directory / _SINGLE]
-    names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
+        raise ValueError(f"{index} has no weight_map with the file of each weight")
+    names = sorted(set(weight_map.values()))
     if missing := [name for name in names if not (directory / name).is_file()]:
         raise FileNotFoundError(f"{index} names files that are missing: {', '.join(missing)}.")
     return [directory / name for name in names]
