@@ -56,7 +56,7 @@ def download(model: str) -> Path:
                 cache = constants.HF_HUB_CACHE
                 logger.info(f"{model}: downloading {size / 1e6:,.0f} MB into {cache}")
         return Path(snapshot_download(**which, local_files_only=problem is not None))
-    except Exception as error:  # noqa: BLE001 -- many kinds, of several libraries
+    except Exception as error:
         raise FileNotFoundError(_explain(model, problem or error)) from error
 
 

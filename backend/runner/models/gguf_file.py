@@ -1,4 +1,4 @@
-"""Reads a GGUF file: its metadata as a transformers config, its tensors under transformers' names.
+"""Reads a GGUF model: its metadata as a transformers config, its tensors under transformers' names.
 
 The metadata is read here and not by transformers, which silently drops what it does not know, such
 as scaled rotary frequencies and biases. The `gguf` package dequantizes the blocks.
@@ -8,19 +8,18 @@ import mmap
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import gguf
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from tritium.backend.files import check_file
-from tritium.backend.gguf_header import TensorInfo, read_header
-from tritium.backend.runner.models.architectures import require
-
-_ROPE_TYPES = ("linear", "yarn")
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral has the architecture llama
+from tritium.backend.gguf_header import GGUFHeader, TensorInfo, read_header
+from tritium.backend.runner.models.gguf_config import read_hf_config
+from tritium.backend.runner.models.gguf_parts import part_paths
+from tritium.backend.runner.models.safetensors_file import check_finite
 
 _HF_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -40,57 +39,40 @@ _HF_LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_HF_ROPE_NAMES = {
-    "factor": "factor",
-    "original_context_length": "original_max_position_embeddings",
-}
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
+class _Part(NamedTuple):
+    """One file of a model."""
+
+    path: Path
+    data: mmap.mmap
+    header: GGUFHeader
+
+
 class GGUFFile:
-    """A GGUF file's header, and its tensors on request.
+    """The headers of a GGUF model's file or files, and its tensors on request.
+
+    Args:
+        path: The file; of a model in parts, any of them.
 
     Raises:
-        ValueError: the file is not a GGUF file, is cut short, or has an unsupported version or
-            architecture.
+        FileNotFoundError: a part is missing.
+        ValueError: a file is not a GGUF file, is cut short, has an unsupported version, or is not
+            the part that its name says.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        check_file(path)
-        with path.open("rb") as file:
-            # Copy-on-write: torch requires writable memory; nothing is written.
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self.metadata, self.tensors, self._data_start = read_header(path, self._data)
-        self.architecture: str = self._value_of("general.architecture")
-        end = self._data_start + max((self._end(info) for info in self.tensors.values()), default=0)
-        if end > len(self._data):
-            raise ValueError(f"{path} is cut short: {len(self._data)} bytes of {end}.")
-        require("GGUF architecture", self.architecture, _ARCHITECTURES)
+        parts = [_open(part) for part in part_paths(path)]
+        _check_parts(parts)
+        self.path = parts[0].path
+        self.metadata = parts[0].header.metadata
+        self._parts = {name: part for part in parts for name in part.header.tensors}
+        self.tensors = {name: part.header.tensors[name] for name, part in self._parts.items()}
 
     def hf_config(self) -> PretrainedConfig:
         """The metadata as a transformers config."""
-        if "token_embd.weight" not in self.tensors:
-            raise ValueError(f"{self.path} holds no model: it has no token_embd.weight.")
-        kwargs = {
-            "vocab_size": self.tensors["token_embd.weight"].shape[0],
-            "hidden_size": self._value("embedding_length"),
-            "intermediate_size": self._value("feed_forward_length"),
-            "num_hidden_layers": self._value("block_count"),
-            "num_attention_heads": self._value("attention.head_count"),
-            "num_key_value_heads": self._value("attention.head_count_kv"),
-            "head_dim": self._head_dim(),
-            "rms_norm_eps": self._value("attention.layer_norm_rms_epsilon"),
-            "max_position_embeddings": self._value("context_length"),
-            "rope_parameters": self._rope_parameters(),
-            "tie_word_embeddings": "output.weight" not in self.tensors,
-            "attention_bias": "blk.0.attn_q.bias" in self.tensors,
-            "mlp_bias": "blk.0.ffn_gate.bias" in self.tensors,
-            "num_experts": self._value("expert_count", 0),
-            "eos_token_id": self._eos_token_ids(),
-        }
-        config: PretrainedConfig = AutoConfig.for_model(self.architecture, **kwargs)
-        return config
+        return read_hf_config(self.path, self.metadata, self.tensors)
 
     def rope_factors(self) -> Tensor | None:
         """[head_dim // 2] float32: divisors of the rotary frequencies (Llama 3.1 and later)."""
@@ -100,81 +82,82 @@ class GGUFFile:
         """(name in transformers, float32 tensor) of each weight, dequantized one at a time.
 
         A tensor without a counterpart keeps its GGUF name, so that the model refuses it.
+
+        Raises:
+            ValueError: a tensor's quantization is not supported, or it has numbers that are not
+                finite; names the file and the tensor.
         """
+        head_dim = self.hf_config().head_dim
         for name in self.tensors:
             if name != _ROPE_FACTORS:
-                yield _hf_name(name), self._unpermuted(name, self._tensor(name))
-
-    def _value(self, name: str, *default: Any) -> Any:
-        return self._value_of(f"{self.architecture}.{name}", *default)
-
-    def _value_of(self, key: str, *default: Any) -> Any:
-        if key not in self.metadata and not default:
-            raise ValueError(f"{self.path} has no {key} in its metadata.")
-        return self.metadata.get(key, *default)
-
-    def _head_dim(self) -> int:
-        implied = self._value("embedding_length") // self._value("attention.head_count")
-        head_dim: int = self._value("attention.key_length", implied)
-        return head_dim
-
-    def _rope_parameters(self) -> dict[str, Any]:
-        parameters = {"rope_type": "default", "rope_theta": self._value("rope.freq_base", 10000.0)}
-        rotary_dim = self._value("rope.dimension_count", self._head_dim())
-        if rotary_dim != self._head_dim():
-            parameters["partial_rotary_factor"] = rotary_dim / self._head_dim()
-
-        prefix = f"{self.architecture}.rope.scaling."
-        scaling = {
-            key.removeprefix(prefix): value
-            for key, value in self.metadata.items()
-            if key.startswith(prefix) and key != f"{prefix}finetuned"
-        }
-        # As in llama.cpp, a factor without a type means linear.
-        rope_type = scaling.pop("type", "linear" if scaling else "none")
-        if rope_type == "none":
-            return parameters
-        require("rope_type", rope_type, _ROPE_TYPES)
-        parameters["rope_type"] = rope_type
-        for name, hf_name in _HF_ROPE_NAMES.items():
-            if name in scaling:
-                parameters[hf_name] = scaling.pop(name)
-        if scaling:
-            unknown = ", ".join(prefix + name for name in scaling)
-            raise ValueError(f"{self.path} has {unknown} in its metadata, which is not supported.")
-        return parameters
-
-    def _eos_token_ids(self) -> list[int]:
-        """The tokens that end a generation in llama.cpp: end of sequence, of turn, of message."""
-        keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-        return [self.metadata[key] for key in keys if key in self.metadata]
+                yield _hf_name(name), self._unpermuted(name, self._tensor(name), head_dim)
 
     def _tensor(self, name: str) -> Tensor:
-        info = self.tensors[name]
+        part, info = self._parts[name], self.tensors[name]
         raw_shape = gguf.quant_shape_to_byte_shape(info.shape, info.quantization)
         raw = torch.frombuffer(
-            self._data,
+            part.data,
             dtype=torch.uint8,
             count=prod(raw_shape),
-            offset=self._data_start + info.offset,
+            offset=part.header.data_start + info.offset,
         )
-        return torch.from_numpy(gguf.dequantize(raw.view(raw_shape).numpy(), info.quantization))
+        try:
+            array = gguf.dequantize(raw.view(raw_shape).numpy(), info.quantization)
+        except NotImplementedError:
+            raise ValueError(
+                f"{part.path} holds {name} as {info.quantization.name}, which is not supported."
+            ) from None
+        tensor = torch.from_numpy(array)
+        check_finite(part.path, name, tensor)
+        return tensor
 
-    def _unpermuted(self, name: str, tensor: Tensor) -> Tensor:
+    def _unpermuted(self, name: str, tensor: Tensor, head_dim: int) -> Tensor:
         """Undo llama.cpp's reordering of a Llama's query and key rows.
 
         Its rotation pairs neighbours (2i, 2i + 1); that of transformers, and ours, pairs halves
         (i, i + head_dim / 2). Only architecture `llama` is stored for the former.
         """
         is_query_or_key = ".attn_q." in name or ".attn_k." in name
-        if self.architecture != "llama" or not is_query_or_key:
+        if self.metadata["general.architecture"] != "llama" or not is_query_or_key:
             return tensor
-        rows = tensor.view(-1, self._head_dim() // 2, 2, *tensor.shape[1:])
+        rows = tensor.view(-1, head_dim // 2, 2, *tensor.shape[1:])
         return rows.transpose(1, 2).reshape(tensor.shape)
 
-    @staticmethod
-    def _end(info: TensorInfo) -> int:
-        return info.offset + prod(gguf.quant_shape_to_byte_shape(info.shape, info.quantization))
+
+def _open(path: Path) -> _Part:
+    check_file(path)
+    with path.open("rb") as file:
+        # Copy-on-write: torch requires writable memory; nothing is written.
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    header = read_header(path, data)
+    end = header.data_start + max(map(_end, header.tensors.values()), default=0)
+    if end > len(data):
+        raise ValueError(f"{path} is cut short: {len(data)} bytes of {end}.")
+    return _Part(path, data, header)
+
+
+def _end(info: TensorInfo) -> int:
+    return info.offset + prod(gguf.quant_shape_to_byte_shape(info.shape, info.quantization))
+
+
+def _check_parts(parts: list[_Part]) -> None:
+    """Make sure that files are the parts that their names say, all of one model."""
+    for i, part in enumerate(parts):
+        # A model in one file has neither key.
+        number = part.header.metadata.get("split.no", 0) + 1
+        count = part.header.metadata.get("split.count", 0) or 1
+        if (number, count) != (i + 1, len(parts)):
+            raise ValueError(
+                f"{part.path} is part {number} of {count} by its metadata. Parts must be named "
+                f"NAME-{number:05}-of-{count:05}.gguf and lie in one folder."
+            )
+    found = sum(len(part.header.tensors) for part in parts)
+    expected = parts[0].header.metadata.get("split.tensors.count", found)
+    if found != expected:
+        raise ValueError(
+            f"{parts[0].path} and its parts hold {found} tensors instead of {expected}: "
+            "they are not parts of one model."
+        )
 
 
 def _hf_name(name: str) -> str:

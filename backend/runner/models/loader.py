@@ -20,6 +20,7 @@ from tritium.backend.runner.models.architectures import (
     require,
 )
 from tritium.backend.runner.models.config import ModelConfig
+from tritium.backend.runner.models.gguf_parts import part_paths
 from tritium.backend.runner.models.safetensors_file import read_safetensors
 
 _PACKAGE = "package:"
@@ -39,10 +40,11 @@ def resolve(model: str) -> Path:
             a model on the Hugging Face Hub (see `hub.download`).
 
     Returns:
-        The directory or file. Resolved again, it is the same.
+        The directory or file; of a GGUF model in parts, the first. Resolved again, it is the same.
 
     Raises:
-        FileNotFoundError: the model does not exist; the message says what is missing and where.
+        FileNotFoundError: the model, or a part of it, does not exist; the message says what is
+            missing and where.
         ValueError: the file is not a .gguf file, the weights have another format, or `package:` is
             malformed.
     """
@@ -55,6 +57,8 @@ def resolve(model: str) -> Path:
         raise FileNotFoundError(f"Model {model!r} not found: {path} does not exist.")
     elif path.suffix != ".gguf":
         raise ValueError(f"Model file {path} is not a .gguf file.")
+    else:
+        path = part_paths(path)[0]
     return path
 
 
@@ -136,7 +140,7 @@ def _hf_config(given: dict[str, Any]) -> Any:
     Not by `AutoConfig.from_pretrained`: code that comes with a model is neither run nor asked
     about.
     """
-    model_type = given.get("model_type")
+    model_type = str(given.get("model_type"))
     require("model_type", model_type, SUPPORTED_MODEL_TYPES)
     if model_type == "mistral" and "layer_types" in given:  # which is Ministral, to transformers
         refuse("layer_types", given["layer_types"], ["none for model_type mistral"])

@@ -1,4 +1,4 @@
-"""Reads a safetensors file, tensor by tensor. Knows which values are weights, not whose they are."""
+"""Reads a safetensors file, tensor by tensor. Knows what weights can be, not whose they are."""
 
 from collections.abc import Iterator
 from pathlib import Path

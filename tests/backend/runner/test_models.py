@@ -295,44 +295,11 @@ def test_damaged_gguf(tmp_path: Path) -> None:
     for damaged, message in [
         (whole[:-1000], f"is cut short: {len(whole) - 1000} bytes of"),
         (whole[:300], "is damaged or cut short"),
-        (b"<!DOCTYPE html>", "is not a GGUF file"),
+        (b"<!DOCTYPE html>", "is a web page"),
         (whole[:4] + b"\x09" + whole[5:], "is GGUF version 9. Supported: 2, 3"),
         (whole.replace(b"llama", b"gemma"), "GGUF architecture 'gemma', which is not supported"),
     ]:
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=message):
-            load_config(path)
-
-
-def test_gguf_metadata_that_would_be_computed_wrongly_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "tiny.gguf"
-    for key, value, message in [
-        ("llama.rope.scaling.attn_factor", 2.0, "has llama.rope.scaling.attn_factor"),
-        ("llama.rope.scaling.type", "longrope", "rope_type 'longrope', which is not supported"),
-        ("llama.rope.dimension_count", 8, "partial_rotary_factor 0.5, which is not supported"),
-        ("llama.expert_count", 8, "num_experts 8 in its config, which is not supported"),
-    ]:
-        writer = gguf.GGUFWriter(path, "llama")
-        for name in ("block_count", "context_length", "feed_forward_length"):
-            writer.add_uint32(f"llama.{name}", 64)
-        writer.add_embedding_length(64)
-        writer.add_head_count(4)
-        writer.add_head_count_kv(4)
-        writer.add_layer_norm_rms_eps(1e-5)
-        writer.add_key_value(
-            key,
-            value,
-            {
-                str: gguf.GGUFValueType.STRING,
-                int: gguf.GGUFValueType.UINT32,
-                float: gguf.GGUFValueType.FLOAT32,
-            }[type(value)],
-        )
-        writer.add_tensor("token_embd.weight", np.zeros((96, 64), dtype=np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
         with pytest.raises(ValueError, match=message):
             load_config(path)
 
