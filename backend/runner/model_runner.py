@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from tritium.backend.engine.sequence import ScheduledSequence, Sequence
 from tritium.backend.errors import OutOfMemory
 from tritium.backend.runner.cuda_graphs import DecodeGraphs
 from tritium.backend.runner.models import DecoderModel, load_model
+from tritium.backend.runner.models.loader import load_weights, resolve
 from tritium.backend.runner.sampler import Sampled, Sampler, grammar_masks, score
 from tritium.kernels import AttentionMetadata, KVCache, bind_threads, cpu
 
@@ -345,9 +346,12 @@ def _check_batch_invariance(model: DecoderModel, kv_cache: KVCache) -> None:
 
 
 def _load_adapters(model: DecoderModel, config: EngineConfig) -> None:
+    def base() -> Iterator[tuple[str, Tensor]]:
+        return load_weights(resolve(config.model), model.config.names.ignored)
+
     for name, directory in config.lora_modules.items():
         try:
-            model.load_adapter(name, Path(directory))
+            model.load_adapter(name, Path(directory), base)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"config.pbtxt: parameter 'lora_modules': adapter '{name}' can't be loaded from "

@@ -14,7 +14,13 @@ from torch import Tensor
 from tritium import kernels
 from tritium.backend.runner.models.config import ModelConfig
 from tritium.backend.runner.models.linear import Linear
-from tritium.backend.runner.models.lora import LoraRows, PackedLora, read_adapter, stack
+from tritium.backend.runner.models.lora import (
+    BaseWeights,
+    LoraRows,
+    PackedLora,
+    read_adapter,
+    stack,
+)
 from tritium.backend.runner.models.mlp import ExpertsMlp, Mlp
 from tritium.kernels import AttentionMetadata, KVCache, PackedWeight
 from tritium.kernels.cpu import Decoder, LayerWeights, Shape
@@ -152,8 +158,11 @@ class DecoderModel:
         runs_in_c = self._decoder is not None and self._decoder.supports_cache(kv_cache)
         return runs_in_c and isinstance(self.lm_head, PackedWeight)
 
-    def load_adapter(self, name: str, directory: Path) -> None:
+    def load_adapter(self, name: str, directory: Path, base: BaseWeights) -> None:
         """Load a LoRA adapter as PEFT stores it. `forward`'s argument says which tokens it changes.
+
+        Args:
+            base: Makes the weights that this model was made from, by their stored names.
 
         Raises:
             FileNotFoundError: a file is missing.
@@ -165,7 +174,13 @@ class DecoderModel:
             for part in linears
             for projection, out_features in part.parts.items()
         }
-        adapter = read_adapter(directory, shapes)
+
+        def named() -> Iterator[tuple[str, Tensor]]:
+            for stored_name, weight in base():
+                if (weight_name := self._name(stored_name)) is not None:
+                    yield weight_name, weight
+
+        adapter = read_adapter(directory, shapes, named)
         for part in linears:
             if (weights := stack(part.parts, adapter)) is not None:
                 weights = weights._replace(b=part.in_order(weights.b))

@@ -3,40 +3,24 @@
 Extensions of plain LoRA that PEFT supports are refused if they would change an answer.
 """
 
-import json
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
-from pydantic import BaseModel, Field, ValidationError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tritium.backend.runner.models.lora_config import PeftConfig, read_peft_config
+from tritium.backend.runner.models.lora_start import subtract_start
+from tritium.backend.runner.models.safetensors_file import read_safetensors
 from tritium.kernels import PackedWeight, linear
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<kind>[AB])\.weight")
-_NOT_COMPUTED = (
-    "alora_invocation_tokens",
-    "alpha_pattern",
-    "arrow_config",
-    "kasa_config",
-    "layer_replication",
-    "lora_bias",
-    "modules_to_save",
-    "monteclora_config",
-    "rank_pattern",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_dora",
-    "use_qalora",
-)
-
+# Makes (name in transformers, weight) of each weight of the base model.
+BaseWeights = Callable[[], Iterable[tuple[str, Tensor]]]
 # Name of an adapter -> the rows of a step's tokens that it changes, [n] int64.
 LoraRows = Mapping[str, Tensor]
 
@@ -91,11 +75,14 @@ def stack(parts: Mapping[str, int], adapter: Mapping[str, LoraWeights]) -> LoraW
     return LoraWeights(torch.cat([a for a, _ in changed]), torch.block_diag(*diagonal))
 
 
-def read_adapter(directory: Path, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LoraWeights]:
+def read_adapter(
+    directory: Path, shapes: Mapping[str, tuple[int, int]], base: BaseWeights
+) -> dict[str, LoraWeights]:
     """Read an adapter for a model.
 
     Args:
         shapes: Name in transformers -> (out_features, in_features) of the model's projections.
+        base: Used only if the adapter began as a part of the base weights.
 
     Returns:
         The weights, float32 on the CPU, of each projection that the adapter changes.
@@ -105,7 +92,7 @@ def read_adapter(directory: Path, shapes: Mapping[str, tuple[int, int]]) -> dict
         ValueError: the adapter is damaged, not supported, or not for this model; the message says
             why.
     """
-    config = _read_config(directory / _CONFIG)
+    config = read_peft_config(directory / _CONFIG)
     modules = sorted({name.rpartition(".")[2] for name in shapes})
     targets = {name.rpartition(".")[2] for name in config.listed_targets}
     if unknown := sorted(targets.difference(modules)):
@@ -113,7 +100,7 @@ def read_adapter(directory: Path, shapes: Mapping[str, tuple[int, int]]) -> dict
             f"it targets {', '.join(unknown)}; supported target modules are {', '.join(modules)}"
         )
     tensors: dict[str, dict[str, Tensor]] = {}  # module -> A or B -> weight
-    for name, tensor in _read_tensors(directory / _WEIGHTS).items():
+    for name, tensor in read_safetensors(directory / _WEIGHTS):
         match = _NAME.fullmatch(name)
         if match is None or match["module"] not in shapes:
             raise ValueError(
@@ -139,60 +126,22 @@ def read_adapter(directory: Path, shapes: Mapping[str, tuple[int, int]]) -> dict
                     f"adapter's r of {config.r}{config.made_for}"
                 )
         adapter[module] = LoraWeights(pair["A"].float(), pair["B"].float() * config.scaling)
+    if config.init_lora_weights in ("pissa", "olora"):
+        return _without_start(adapter, config, base)
     return adapter
 
 
-class _PeftConfig(BaseModel):
-    """The part of PEFT's LoraConfig that determines the computation."""
-
-    peft_type: Literal["LORA"]
-    r: int = Field(ge=1)
-    lora_alpha: float = Field(allow_inf_nan=False)
-    use_rslora: bool = False
-    bias: Literal["none"] = "none"
-    target_modules: list[str] | str | None = None  # a string is a pattern, or "all-linear"
-    base_model_name_or_path: str | None = None
-
-    @property
-    def scaling(self) -> float:
-        # The square root: rank-stabilised LoRA (Kalajdzievski, 2023).
-        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
-
-    @property
-    def listed_targets(self) -> list[str]:
-        return self.target_modules if isinstance(self.target_modules, list) else []
-
-    @property
-    def made_for(self) -> str:
-        base = self.base_model_name_or_path
-        return f" (it was made for {base})" if base else ""
-
-
-def _read_config(path: Path) -> _PeftConfig:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        config = _PeftConfig.model_validate(values)
-    except ValidationError as error:
-        details = error.errors()[0]
-        name = next(iter(details["loc"]), "it")
-        raise ValueError(
-            f"{_CONFIG}: {name} can't be {details['input']!r:.100}. {details['msg']}"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"{_CONFIG} is not valid JSON: {error}") from None
-    for name in _NOT_COMPUTED:
-        if values.get(name):
-            raise ValueError(f"{_CONFIG}: {name} {values[name]!r:.100} is not supported")
-    return config
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.offset_keys()}
-    except SafetensorError as error:
-        raise ValueError(f"{_WEIGHTS} is damaged: {error}") from None
+def _without_start(
+    adapter: Mapping[str, LoraWeights], config: PeftConfig, base: BaseWeights
+) -> dict[str, LoraWeights]:
+    """The adapter minus the part of the base weights that it began as."""
+    changed = {}
+    for name, weight in base():
+        module = name.removesuffix(".weight")
+        if module in adapter:
+            start = str(config.init_lora_weights)
+            a, b = subtract_start(start, weight, *adapter[module], config.scaling)
+            changed[module] = LoraWeights(a, b)
+    if missing := adapter.keys() - changed.keys():
+        raise ValueError(f"the base model's checkpoint has no {', '.join(sorted(missing))}")
+    return changed

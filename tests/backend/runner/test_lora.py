@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,6 +19,7 @@ from transformers import (
 from tests.adapters import merged, write_adapter
 from tests.backend.runner.test_model_runner import FakeGraphs, make_config, small_pool
 from tests.backend.runner.test_models import TINY, make_hf_model
+from tests.backend.test_files import POINTER
 from tests.helpers import Collector
 from tritium.backend.config import ConfigError, EngineConfig
 from tritium.backend.engine.engine import Engine
@@ -205,6 +207,14 @@ def refusal(checkpoint: Checkpoint, directory: Path) -> str:
     ("options", "words"),
     [
         ({"use_dora": True}, "use_dora True is not supported"),
+        ({"use_qalora": True}, "use_qalora True is not supported"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication [[0, 2]] is not supported"),
+        ({"velora_config": {"groups": 2}}, "velora_config {'groups': 2} is not supported"),
+        ({"a_key_of_next_year": 1}, "adapter_config.json: a_key_of_next_year 1 is not supported"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights can't be 'loftq'. "),
+        ({"init_lora_weights": "corda"}, "init_lora_weights can't be 'corda'. "),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights can't be 'pissa_niter_4'. "),
+        ({"init_lora_weights": "new"}, "init_lora_weights can't be 'new'. "),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save ['lm_head'] is not supported"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern {'q_proj': 8} is not supported"),
         ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern {'q_proj': 8} is not supported"),
@@ -241,7 +251,72 @@ def test_options_that_are_refused(checkpoint, tmp_path, options, words):
 @pytest.mark.parametrize("targets", ["all-linear", ".*q_proj", None, ["self_attn.q_proj"]])
 def test_other_forms_of_target_modules(checkpoint, tmp_path, targets):
     write_adapter(tmp_path, checkpoint.config, ("q_proj",), target_modules=targets)
-    checkpoint.model().load_adapter("good", tmp_path)
+    checkpoint.model().load_adapter("good", tmp_path, checkpoint.weights.items)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"init_lora_weights": True},
+        {"init_lora_weights": False},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "orthogonal"},
+        {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}},
+        {"lora_dropout": 0.5, "inference_mode": True, "peft_version": "0.21.2"},
+        {"auto_mapping": {"base_model_class": "X"}, "revision": "main", "layers_pattern": "layers"},
+        {"megatron_core": "megatron.core", "loftq_config": {}, "megatron_config": None},
+        {"use_dora": False, "arrow_config": None, "a_key_of_next_year": None, "another": False},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_that_change_nothing(checkpoint, tmp_path, options):
+    write_adapter(tmp_path, checkpoint.config, ("q_proj",), **options)
+    model = checkpoint.model()
+    model.load_adapter("good", tmp_path, checkpoint.weights.items)
+    (q_proj, *_), *_ = (layer.linears for layer in model.layers)
+    assert q_proj.adapters["good"].a.shape[0] == 4
+
+
+# -- adapters that began as a part of the base --
+
+
+def start(method: str, weight: Tensor, rank: int, scaling: float) -> Tensor:
+    """What PEFT takes off a base weight."""
+    exact = weight.double().numpy()
+    if method == "pissa":
+        u, s, vh = np.linalg.svd(exact, full_matrices=False)
+        return torch.from_numpy((u[:, :rank] * s[:rank]) @ vh[:rank]).float()
+    q, r = np.linalg.qr(exact)
+    return torch.from_numpy(scaling * q[:, :rank] @ r[:rank]).float()
+
+
+@pytest.mark.parametrize("method", ["pissa", "olora"])
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_an_adapter_that_began_as_a_part_of_the_base(checkpoint, tmp_path, method, use_rslora):
+    make_hf_model(LlamaConfig(**TINY)).save_pretrained(tmp_path / "base")
+    adapter = write_adapter(
+        tmp_path / "adapter",
+        checkpoint.config,
+        ("q_proj", "v_proj", "o_proj", "up_proj"),
+        init_lora_weights=method,
+        use_rslora=use_rslora,
+    )
+    scaling = 8 / (2 if use_rslora else 4)
+    weights = merged(checkpoint.weights, adapter, scaling)
+    for name, weight in weights.items():
+        if weight is not checkpoint.weights[name]:
+            weights[name] = weight - start(method, checkpoint.weights[name], 4, scaling)
+    config = make_config(
+        model=str(tmp_path / "base"), lora_modules={"first": str(adapter), "second": str(adapter)}
+    )
+    answers = generate(config, ModelRunner(config, model=checkpoint.model()), LORA)
+    expected_config = make_config()
+    of_merged, of_base = (
+        generate(expected_config, ModelRunner(expected_config, model=model), [""] * len(PROMPTS))
+        for model in (checkpoint.model(weights), checkpoint.merged[""])
+    )
+    expected = [(of_merged if name else of_base)[i] for i, name in enumerate(LORA)]
+    assert_same(answers, expected)
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
@@ -256,7 +331,22 @@ def test_a_missing_or_damaged_file(checkpoint, tmp_path, name):
 @pytest.mark.parametrize("text", ["[]", '"r"', "{}"])
 def test_an_invalid_config(checkpoint, tmp_path, text):
     (write_adapter(tmp_path, checkpoint.config) / "adapter_config.json").write_text(text)
-    assert refusal(checkpoint, tmp_path).startswith("adapter_config.json: ")
+    assert "adapter_config.json" in refusal(checkpoint, tmp_path)
+
+
+def test_broken_json_and_weights_say_where(checkpoint, tmp_path):
+    write_adapter(tmp_path, checkpoint.config)
+    (tmp_path / "adapter_config.json").write_text('{\n "r": 4,\n}')
+    assert refusal(checkpoint, tmp_path).startswith(
+        f"{tmp_path / 'adapter_config.json'} is not valid JSON: line 3, column 1: "
+    )
+    (tmp_path / "adapter_config.json").write_text(POINTER)
+    assert "is a git-lfs pointer, not the file itself" in refusal(checkpoint, tmp_path)
+    path = write_adapter(tmp_path, checkpoint.config) / "adapter_model.safetensors"
+    weights = load_file(path)
+    name = next(iter(weights))
+    save_file({**weights, name: weights[name] * torch.nan}, path)
+    assert f"{path} holds NaN or infinity in {name}" in refusal(checkpoint, tmp_path)
 
 
 @pytest.mark.parametrize(
