@@ -98,6 +98,7 @@ def load(monkeypatch, tokenizer, tmp_path, log):
             {
                 "model_name": "m",
                 "model_version": "1",
+                "model_repository": str(tmp_path),
                 "model_instance_device_id": "0",
                 "model_config": json.dumps(config),
             }
