@@ -5,6 +5,7 @@ PYTHON ?= python3
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
+MODEL ?=
 ARGS ?=
 
 PY := $(VENV)/bin/python
@@ -59,8 +60,8 @@ clean: ## remove all environments and build folders
 
 # -- running --
 
-serve: setup ## Triton Server with SmolLM2, on HTTP_PORT, GRPC_PORT, METRICS_PORT
-	@$(TRITIUM) serve --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) -- $(ARGS)
+serve: setup ## Triton Server with SmolLM2, or MODEL=Qwen/Qwen3-0.6B; on HTTP_PORT, GRPC_PORT, METRICS_PORT
+	@$(TRITIUM) serve $(if $(MODEL),--model "$(MODEL)") --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) -- $(ARGS)
 
 # -- gates --
 

@@ -9,6 +9,7 @@ import argparse
 import ctypes
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import tritium
+from tritium.backend.host.one_model import write_repository
 
 PACKAGE = Path(tritium.__file__).parent  # the installed package, or tritium/ of the source tree
 _DRAIN_SECONDS = 30  # Triton Server's default --exit-timeout-secs
@@ -251,12 +254,19 @@ def main(arguments: list[str] | None = None) -> int:
         description="Run Triton Server with a model repository.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument(
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument(
         "--model-repository",
         type=Path,
         default=PACKAGE / "model_repository",
         metavar="FOLDER",
         help="the folder of models",
+    )
+    models.add_argument(
+        "--model",
+        default=argparse.SUPPRESS,
+        help="serve one model with default parameters: a Hugging Face directory, a GGUF file, or "
+        "org/name of the Hugging Face Hub, which is downloaded",
     )
     for name, port, kind in (
         ("http", 8000, "HTTP"),
@@ -273,14 +283,32 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="ARGUMENT",
         help="after --: additional arguments for tritonserver",
     )
-    options = parser.parse_args(arguments)
+    options = vars(parser.parse_args(arguments))
+    model = options.pop("model", None)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, interrupt)
-    server = TritonServer(**vars(options))
+    if model is None:
+        return _run(TritonServer(**options))
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("tritium").setLevel(logging.INFO)  # tells about the download
+    with tempfile.TemporaryDirectory(prefix="tritium-") as folder:
+        options["model_repository"] = Path(folder)
+        try:
+            write_repository(Path(folder), model)
+        except FileNotFoundError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 1
+        return _run(TritonServer(**options))
+
+
+def _run(server: TritonServer) -> int:
+    """Run a server until it ends or is interrupted; returns the exit code."""
     try:
         server.start()
         server.wait_until_ready(timeout=600)

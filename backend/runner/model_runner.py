@@ -23,6 +23,7 @@ from tritium.kernels import AttentionMetadata, KVCache, bind_threads, cpu
 
 # Shares of the free memory. On a CPU other processes need memory, too.
 _SHARES = {"cuda": 0.9, "cpu": 0.5}
+_WARM_UP_POSITIONS = 1024  # as long as the sequences of the warm-up, whatever max_model_len
 _LOGIT_ROWS = 128  # prompt tokens whose logits, which are large, are computed at once
 _WEIGHT_BITS = {"none": 16, "int8": 8, "int4": 4}
 _KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -68,11 +69,13 @@ class ModelRunner:
             working_memory = self._warm_up(config)
             self.num_blocks = self._count_blocks(config, working_memory)
             self.kv_caches = self._allocate(self.num_blocks)
-            longest = config.max_model_len or self.model.config.max_position_embeddings
-            self.num_positions = min(longest, self.num_blocks * self.block_size)
+            most = self.model.config.max_position_embeddings
+            cached = self.num_blocks * self.block_size
+            longest = min(config.max_model_len or most, cached)
+            self.num_positions = min(max(longest, _WARM_UP_POSITIONS), most, cached)
             self.model.set_num_positions(self.num_positions)
             if self.overlaps and config.cuda_graphs:
-                limits = config.max_num_seqs, self.num_positions
+                limits = config.max_num_seqs, longest
                 self._graphs = DecodeGraphs(self.model, self.kv_caches, self.block_size, *limits)
 
     @property
