@@ -215,7 +215,7 @@ class EngineConfig(BaseModel):
     lora_modules: Annotated[dict[_Name, _Name], BeforeValidator(_parse_json)] = Field(
         {},
         description='LoRA adapters that requests may select with lora_name, as JSON: {"<name>": '
-        '"<directory saved by PEFT>"}',
+        '"<directory saved by PEFT>"}; PiSSA and OLoRA adapters too',
     )
     speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(_parse_json)] = Field(
         None,

@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.backend.test_files import POINTER
+from tritium.backend import hub
 from tritium.backend.runner.models.loader import load_config, load_weights, resolve
 
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
@@ -64,6 +66,16 @@ def test_the_whole_folder(folder: Path) -> None:
     assert list(weights) == [WEIGHT, "model.norm.weight"]
     assert torch.equal(weights[WEIGHT], torch.ones(64, 64))
     assert list(dict(load_weights(path, ignored=("model.layers.",)))) == ["model.norm.weight"]
+
+
+def test_a_name_on_the_hub_is_downloaded_unless_there_is_a_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "download", {"org/name@main": folder}.__getitem__)
+    assert resolve("org/name@main") == folder
+    shutil.copytree(folder, "org/name")
+    assert resolve("org/name") == Path("org/name")
 
 
 @pytest.mark.parametrize(
