@@ -104,6 +104,7 @@ class TritonPythonModel:
                 measure_weights, runner, config.max_num_seqs, config.max_num_batched_tokens
             ).result()
         busy_time = BusyTime(weights, warmup=time.perf_counter_ns() - begin)
+        tokenizer = Tokenizer(Path(config.model))
         ledger = trace = None
         if config.ledger_path:
             with _blaming("ledger_path", config.ledger_path):
@@ -135,7 +136,6 @@ class TritonPythonModel:
             config.price_per_hour,
             logs_requests=config.log_format == "json",
         )
-        tokenizer = Tokenizer(Path(config.model))
         eos_token_ids = tokenizer.all_eos_token_ids(model.eos_token_ids, model.vocab_size)
         grammars = GrammarCompiler(tokenizer.to_json(), model.vocab_size, eos_token_ids)
         stack.callback(grammars.close)

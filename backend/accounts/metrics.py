@@ -4,6 +4,7 @@ Tritium's own start with `tritium:`. The metrics of vLLM's Triton Server backend
 vLLM's names, if the parameter REPORT_CUSTOM_METRICS is "true", as in that backend.
 """
 
+import ctypes
 import logging
 import queue
 import threading
@@ -68,7 +69,11 @@ class Metrics:
         self, model: str, version: str, max_model_len: int, vllm: bool, business_lines: list[str]
     ) -> None:
         self._labels = {"model": model, "version": version}
-        self._families: list[Any] = []  # kept, as a metric dies with its family
+        # A metric dies with its family. Families must outlive this process: their destructor asks
+        # the server to remove the metrics. While it exits, that crashes it. And a model that is
+        # loaded again has the same metrics, which the server (2.51) would go on using.
+        self._families: list[Any] = []
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._families))
         self._counted: dict[str, int] = {}  # last values of the engine's counters
         self._vllm = vllm
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -175,8 +180,6 @@ class Metrics:
         if self._thread:
             self._calls.put(None)
             self._thread.join()
-        # They die while the server still listens: later, the stub process would crash.
-        self._families.clear()
 
     def _later(self, function: Callable[[float], None], value: float) -> None:
         self._calls.put(partial(function, value))

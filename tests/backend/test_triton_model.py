@@ -22,11 +22,11 @@ PB_UTILS, MODEL, METRICS = (
 BUILT = [
     ("ModelRunner", "runner.model_runner", None),
     ("measure_weights", "runner.calibration", None),
+    ("Tokenizer", "front.tokenizer", None),
     ("Ledger", "accounts.ledger", "close"),
     ("Metrics", "accounts.metrics", "close"),
     ("TraceWriter", "accounts.trace", "close"),
     ("Billing", "accounts.billing", None),
-    ("Tokenizer", "front.tokenizer", None),
     ("GrammarCompiler", "front.structured", "close"),
     ("InputProcessor", "front.front", None),
     ("Engine", "front.front", None),
