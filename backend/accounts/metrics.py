@@ -69,9 +69,9 @@ class Metrics:
         self, model: str, version: str, max_model_len: int, vllm: bool, business_lines: list[str]
     ) -> None:
         self._labels = {"model": model, "version": version}
-        # A metric dies with its family. Families must outlive this process: their destructor asks
-        # the server to remove the metrics. While it exits, that crashes it. And a model that is
-        # loaded again has the same metrics, which the server (2.51) would go on using.
+        # A metric dies with its family, so these are kept, even beyond this object's life:
+        # destroying one crashes a process that exits, and if an old and a new instance of a model
+        # have the same metrics, the server (2.51) goes on using what it has removed.
         self._families: list[Any] = []
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._families))
         self._counted: dict[str, int] = {}  # last values of the engine's counters
