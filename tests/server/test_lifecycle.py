@@ -158,15 +158,37 @@ def test_loading_that_fails_late_leaves_a_server_that_serves_and_ends(
             until(lambda: not psutil.Process(server.process.pid).children(recursive=True))
             control.load_model("good")
             assert GrpcClient(f"localhost:{ports[1]}", "good").generate("Hi").text
-            write_model(models, "good", **good | {"trace_path": "/proc/trace.jsonl"})
-            for _ in range(3):
-                with pytest.raises(InferenceServerException, match="'trace_path' can't be"):
-                    control.load_model("good", client_timeout=60)
-                time.sleep(1)  # the metrics that both had are updated
-            assert GrpcClient(f"localhost:{ports[1]}", "good").generate("Hi").text
+            with pytest.raises(InferenceServerException, match="'trace_path' can't be"):
+                control.load_model("no_trace", client_timeout=60)
     finally:
         assert server.stop(timeout=20) == 0
     assert num_crashes() == crashes
+
+
+def test_a_reload_that_fails_leaves_the_old_instance(tmp_path, tiny_weights):
+    """Its metrics are the old instance's, too. The server (2.51) then waits for its exit timeout,
+    as it counts the failed instance as live; so this one is killed."""
+    models, limits = tmp_path / "models", {"kv_cache_memory": "1MiB", "max_model_len": 256}
+    write_model(models, "m", model=tiny_weights, **limits)
+    ports = free_ports(3)
+    with (tmp_path / "server.log").open("wb") as log:
+        arguments = ["--model-control-mode=explicit", "--load-model=m"]
+        server = TritonServer(models, *ports, arguments, log=log)
+        server.start()
+    try:
+        server.wait_until_ready(timeout=60)
+        write_model(models, "m", model=tiny_weights, trace_path="/proc/trace.jsonl", **limits)
+        processes = psutil.Process(server.process.pid).children(recursive=True)
+        with (
+            grpcclient.InferenceServerClient(f"localhost:{ports[1]}") as control,
+            pytest.raises(InferenceServerException, match="'trace_path' can't be"),
+        ):
+            control.load_model("m", client_timeout=60)
+        until(lambda: psutil.Process(server.process.pid).children(recursive=True) == processes)
+        time.sleep(1)  # its metrics are updated
+        assert GrpcClient(f"localhost:{ports[1]}", "m").generate("Hi").text
+    finally:
+        server.stop(timeout=0)
 
 
 def num_crashes() -> int:
