@@ -58,4 +58,9 @@ class OutOfMemory(Exception):
     """A step ran out of memory and has changed nothing; a smaller step may succeed."""
 
 
+def is_fatal(error: BaseException) -> bool:
+    """Whether an error asks the process to end. A Rust library's panic is no `Exception` either."""
+    return isinstance(error, KeyboardInterrupt | SystemExit)
+
+
 ERRORS = (RequestError, InvalidArgument, Unsupported, Unavailable, Cancelled)

@@ -27,7 +27,13 @@ from tritium.backend.engine.request import (
 from tritium.backend.engine.scheduler import Scheduler
 from tritium.backend.engine.sequence import ScheduledSequence, Sequence
 from tritium.backend.engine.usage import BusyTime, DeviceTotals, StepShares
-from tritium.backend.errors import InvalidArgument, OutOfMemory, RefusalReason, Unavailable
+from tritium.backend.errors import (
+    InvalidArgument,
+    OutOfMemory,
+    RefusalReason,
+    Unavailable,
+    is_fatal,
+)
 
 logger = logging.getLogger("tritium")
 
@@ -64,7 +70,7 @@ class StepInFlight(NamedTuple):
     batch: list[ScheduledSequence]
     shares: StepShares
     read: Callable[[], list[SampledToken]]
-    error: Exception | None  # of the launch; to be raised instead of reading
+    error: BaseException | None  # of the launch; to be raised instead of reading
 
 
 class StepRecord(NamedTuple):
@@ -190,7 +196,9 @@ class Engine:
         failure = None
         try:
             read = self._runner.launch(batch)
-        except Exception as error:  # noqa: BLE001 -- raised by _read()
+        except BaseException as error:
+            if is_fatal(error):
+                raise
             if isinstance(error, OutOfMemory) and self.scheduler.retreat(batch):
                 self._busy_time.end_failed_step()
                 logger.warning(
@@ -222,13 +230,15 @@ class Engine:
         self._report_totals()
         return launched
 
-    def _read(self, step: StepInFlight) -> Exception | None:
+    def _read(self, step: StepInFlight) -> BaseException | None:
         """Read a step and hand out its tokens; if it fails, withdraw it and return the error."""
         try:
             if step.error:
                 raise step.error
             sampled = step.read()
-        except Exception as error:
+        except BaseException as error:
+            if is_fatal(error):
+                raise
             logger.exception(f"a step of {len(step.batch)} sequences failed")
             self._busy_time.end_failed_step()
             self.scheduler.withdraw(step.batch)

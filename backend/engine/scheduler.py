@@ -12,6 +12,7 @@ from tritium.backend.engine.deadlines import Deadlines
 from tritium.backend.engine.drafts import Drafts
 from tritium.backend.engine.request import EngineOutput, FinishReason, RequestClass, SampledToken
 from tritium.backend.engine.sequence import ScheduledSequence, Sequence, SequenceStatus
+from tritium.backend.errors import is_fatal
 
 logger = logging.getLogger("tritium")
 
@@ -87,9 +88,9 @@ class Scheduler:
         # The token budget goes to one class after the other; within a class first to running
         # sequences, then to waiting ones. Each sequence leaves one token for every running
         # sequence behind it, so a long prompt can't stall the others: it is computed in chunks of
-        # what the budget leaves. Only the last running sequence of a class can have more than one
-        # token to compute, since a sequence that does not get all of its tokens has used up the
-        # budget, and none is admitted behind it.
+        # what the budget leaves. In general only the last running sequence of a class has more than
+        # one token to compute, since a sequence that does not get all of its tokens has used up the
+        # budget, and none is admitted behind it; a failed step that was run apart may leave more.
         #
         # A running sequence that lacks a block preempts the latest one of the lowest class, in the
         # end itself. Drafts get what is then left of the budget and of the free blocks.
@@ -183,7 +184,9 @@ class Scheduler:
             sequence.num_pending_tokens -= scheduled.samples
             try:
                 outputs += self._add(scheduled, tokens)
-            except Exception as error:
+            except BaseException as error:
+                if is_fatal(error):
+                    raise
                 logger.exception("a sampled token could not be added to its sequence")
                 message = f"the engine failed on a token: {str(error) or repr(error):.300}"
                 outputs += self.end(sequence.request_id, FinishReason.ERROR, message)
@@ -210,9 +213,6 @@ class Scheduler:
         """Assert that queues, states and blocks agree; true between steps."""
         self.admitter.check_integrity()
         assert all(s.num_computed_tokens < s.num_tokens for s in self.running)
-        for request_class in RequestClass:
-            running = [s for s in self.running if s.rank is request_class]
-            assert all(s.num_tokens - s.num_computed_tokens <= 1 for s in running[:-1])
         queued = [*self.running, *self.waiting]
         queued += [fork for s in queued for fork in s.forks]
         unfinished = {s.request_id: s for s in queued}

@@ -883,3 +883,51 @@ def test_requests_and_outputs_are_plain_data():
     tokens = [SampledToken(5, TokenLogprobs(-0.5, 1, [(5, -0.5)]))]
     for data in (make_request(seed=7), EngineOutput(0, tokens, LENGTH)):
         assert pickle.loads(pickle.dumps(data)) == data
+
+
+class PanickingRunner(PoisonedRunner):
+    """Fails as a panic of a Rust library does, which is no `Exception`."""
+
+    def launch(self, batch):
+        try:
+            return super().launch(batch)
+        except RuntimeError as error:
+            raise BaseException(str(error)) from None
+
+
+def test_a_panic_ends_only_the_request_that_causes_it():
+    serve(PanickingRunner(3, at=6, num_blocks=256))
+
+
+class TwiceFailingRunner(CountingRunner):
+    """A step of two sequences fails twice; run apart, the longer part first finds no memory."""
+
+    failures, refusals = 2, 1
+
+    def launch(self, batch):
+        is_long = any(scheduled.num_new_tokens > 1 for scheduled in batch)
+        if self.failures and len(batch) == 2 and is_long:
+            self.failures -= 1
+            raise RuntimeError("once")
+        if not self.failures and self.refusals and len(batch) == 1 and is_long:
+            self.refusals -= 1
+            raise OutOfMemory("too much")
+        return super().launch(batch)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_part_of_a_failed_step_that_finds_no_memory(overlaps):
+    """The sequence of one token is ahead of the other one's prompt then."""
+    runner, collector = TwiceFailingRunner(overlaps=overlaps), Collector()
+    engine = Engine(make_config(), runner, collector)
+    for request_id, length in enumerate((24, 1)):
+        engine.reserve()
+        engine.submit(make_request(range(length), 4, request_id))
+    in_flight = None
+    while len(collector.reasons) < 2:
+        in_flight = engine.step(in_flight)
+        if not in_flight:
+            engine.check_integrity()
+    assert not runner.refusals
+    assert collector.token_ids(0) == [24, 25, 26, 27]
+    assert collector.token_ids(1) == [1, 2, 3, 4]
