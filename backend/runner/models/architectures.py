@@ -367,6 +367,10 @@ def _common(read: _Reader) -> _Fields:
     layer_types = read("layer_types", None) or ["full_attention"] * num_layers
     for layer_type in layer_types:
         require("layer_types", layer_type, ("full_attention", "sliding_attention"))
+    num_heads = read("num_attention_heads")
+    num_kv_heads = read("num_key_value_heads", None) or num_heads
+    if num_heads % num_kv_heads:
+        refuse("num_key_value_heads", num_kv_heads, [f"divisors of {num_heads} heads"])
     window = read("sliding_window", None) if "sliding_attention" in layer_types else None
     parameters = read("rope_parameters")
     if set(parameters) & set(layer_types):  # one for each type of layers
@@ -380,8 +384,8 @@ def _common(read: _Reader) -> _Fields:
         "hidden_size": read("hidden_size"),
         "intermediate_size": read("intermediate_size"),
         "num_layers": num_layers,
-        "num_heads": read("num_attention_heads"),
-        "num_kv_heads": read("num_key_value_heads", None) or read("num_attention_heads"),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "rms_norm_eps": read("rms_norm_eps"),
         "max_position_embeddings": max_positions(read("max_position_embeddings"), parameters),

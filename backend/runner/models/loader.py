@@ -78,6 +78,8 @@ def load_config(path: Path, max_model_len: int | None = None) -> ModelConfig:
             return read_model_config(_hf_config(given), eos_token_ids, given, max_model_len)
         except ValueError as error:
             raise ValueError(f"{path / _CONFIG}: {error}") from error
+        except Exception as error:
+            raise ValueError(f"{path / _CONFIG}: a value makes no sense: {error}") from error
     # Imported here, as only a GGUF file needs the package gguf.
     from tritium.backend.runner.models.gguf_file import GGUFFile
 

@@ -239,6 +239,10 @@ def test_a_config_that_makes_no_sense(folder: Path) -> None:
     message = refusal(folder)
     assert message.startswith(f"{folder / 'config.json'}: transformers does not accept it: ")
     assert "hidden_size" in message
+    change_config(folder, rope_scaling={"type": "linear", "factor": "4"})
+    assert refusal(folder).startswith(f"{folder / 'config.json'}: a value makes no sense: ")
+    change_config(folder, num_key_value_heads=3)
+    assert "num_key_value_heads 3, which is not supported" in refusal(folder)
     change_config(folder, model_type="mistral", layer_types=["full_attention"])
     assert "layer_types ['full_attention'], which is not supported" in refusal(folder)
 
