@@ -173,7 +173,8 @@ pages: setup ## the generated tables of docs/
 	$(PY) -m tests.architecture --write
 
 CORE := backend/engine backend/errors.py backend/runner/model_runner.py backend/runner/cuda_graphs.py \
-	backend/runner/sampler.py $(addprefix backend/runner/models/,__init__.py config.py llama.py loader.py) \
+	backend/runner/sampler.py \
+	$(addprefix backend/runner/models/,__init__.py config.py decoder.py linear.py loader.py mlp.py) \
 	$(filter-out %/aot.py,$(wildcard kernels/cuda/*.py))
 core-lines: setup ## code lines of the engine core with its Triton-lang kernels (pygount)
 	$(VENV)/bin/pygount --format=summary --suffix=py $(CORE)

@@ -15,22 +15,22 @@ from tritium.backend.runner.models.rope import Rope, max_positions, no_rope, rea
 # Keys that change no result: about training, saving, other software, sampling (that of
 # generation_config.json is not used either), or repeated by other keys.
 _HARMLESS = """
-    _attn_implementation _attn_implementation_autoset _model_name_or_path _name_or_path
-    add_cross_attention architectures attention_dropout attn_implementation attn_pdrop auto_map
-    bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
-    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
-    early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
-    gradient_checkpointing hidden_dropout hidden_dropout_prob id2label initializer_range is_decoder
-    is_encoder_decoder is_llama_config label2id length_penalty license max_length
-    max_sequence_length min_length model_max_length model_type no_repeat_ngram_size num_beam_groups
-    num_beams num_return_sequences output_attentions output_hidden_states output_router_logits
-    output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
-    remove_invalid_values repetition_penalty resid_pdrop residual_dropout return_dict
-    return_dict_in_generate router_aux_loss_coef sep_token_id suppress_tokens task_specific_params
-    temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype
-    torchscript transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed
-    unsloth_version use_bfloat16 use_cache use_mrope
+    _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled _model_name_or_path
+    _name_or_path add_cross_attention architectures attention_dropout attention_probs_dropout_prob
+    attn_implementation attn_pdrop auto_map bad_words_ids begin_suppress_tokens bos_token_id
+    cache_implementation chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id
+    diversity_penalty do_sample dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size
+    eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id gradient_checkpointing hidden_dropout hidden_dropout_prob id2label
+    initializer_range is_decoder is_encoder_decoder is_llama_config label2id length_penalty license
+    max_length max_seq_len max_seq_length max_sequence_length min_length model_max_length model_type
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
+    output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp
+    problem_type pruned_heads remove_invalid_values repetition_penalty resid_pdrop residual_dropout
+    return_dict return_dict_in_generate router_aux_loss_coef sep_token_id seq_length suppress_tokens
+    task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p
+    torch_dtype torchscript transformers.js_config transformers_version typical_p unk_token_id
+    unsloth_fixed unsloth_version use_bfloat16 use_cache use_mrope
 """
 # What models that also see images say about those.
 _VISION = """
@@ -160,7 +160,8 @@ def _qwen3_moe(read: _Reader) -> _Fields:
 
 
 def _smollm3(read: _Reader) -> _Fields:
-    read.mark("use_sliding_window", "sliding_window", "no_rope_layer_interval")
+    read.mark("use_sliding_window", "max_window_layers", "sliding_window")
+    read.mark("no_rope_layer_interval")
     rotates = read("no_rope_layers")[: read("num_hidden_layers")]  # 1: a layer with positions
     head_dim = _head_dim(read)
     return {
@@ -210,6 +211,7 @@ def _arcee(read: _Reader) -> _Fields:
 
 def _phi3(read: _Reader) -> _Fields:
     read.mark("original_max_position_embeddings", "partial_rotary_factor")
+    read.mark("full_attn_mod", "interpolate_factor")  # of Phi-4-mini: 1, and read by nobody
     return {**_mistral(read), "names": WeightNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",))}
 
 

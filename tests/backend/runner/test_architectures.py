@@ -62,6 +62,43 @@ def test_unknown_key_that_switches_nothing_on(off: object) -> None:
     read_model_config(LlamaConfig(), given={"model_type": "llama", "never_heard_of": off})
 
 
+# What published config.json files have beyond the keys of transformers' own classes.
+PUBLISHED = {
+    "smollm2": (
+        LlamaConfig(),
+        {
+            "is_llama_config": True,
+            "rope_interleaved": False,
+            "transformers.js_config": {"kv_cache_dtype": {}},
+            "pretraining_tp": 1,
+        },
+    ),
+    "vicuna": (LlamaConfig(), {"max_sequence_length": 2048, "_name_or_path": "vicuna"}),
+    "smollm3": (SmolLM3Config(), {"max_window_layers": 28, "pretraining_tp": 2}),
+    "phi-4-mini": (
+        Phi3Config(),
+        {
+            "full_attn_mod": 1,
+            "interpolate_factor": 1,
+            "lm_head_bias": False,
+            "resid_pdrop": 0.1,
+            "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_keys_of_published_configs(name: str) -> None:
+    config, keys = PUBLISHED[name]
+    read_model_config(config, given=config.to_dict() | keys)
+
+
+def test_interleaved_rotation_is_refused_where_it_is_not_the_architecture_s() -> None:
+    with pytest.raises(ValueError, match="rope_interleaved True in its config"):
+        read_model_config(LlamaConfig(), given={"rope_interleaved": True})
+
+
 def test_unknown_key_of_rope_parameters() -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "attn_factor": 0.7}
     config = LlamaConfig(rope_parameters=yarn)
