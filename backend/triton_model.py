@@ -78,6 +78,7 @@ class TritonPythonModel:
         from tritium.backend.front.front import Front
         from tritium.backend.front.structured import GrammarCompiler
         from tritium.backend.front.tokenizer import Tokenizer
+        from tritium.backend.front.vocabulary import Vocabulary
         from tritium.backend.host.guardian import Guardian
         from tritium.backend.host.server_watch import ServerWatch
         from tritium.backend.runner.calibration import measure_weights
@@ -136,8 +137,10 @@ class TritonPythonModel:
             config.price_per_hour,
             logs_requests=config.log_format == "json",
         )
-        eos_token_ids = tokenizer.all_eos_token_ids(model.eos_token_ids, model.vocab_size)
-        grammars = GrammarCompiler(tokenizer.to_json(), model.vocab_size, eos_token_ids)
+        vocabulary = Vocabulary(tokenizer, model.vocab_size, model.eos_token_ids)
+        grammars = GrammarCompiler(
+            tokenizer.to_json(), vocabulary.size, vocabulary.eos_token_ids, tokenizer.vocab_size
+        )
         stack.callback(grammars.close)
         front = Front(
             config,
@@ -145,8 +148,7 @@ class TritonPythonModel:
             runner,
             grammars,
             max_model_len,
-            eos_token_ids,
-            model.vocab_size,
+            vocabulary,
             metrics,
             billing,
             busy_time,

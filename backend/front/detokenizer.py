@@ -1,7 +1,7 @@
 """Token ids back to text: an answer's stream, and single tokens."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 import tokenizers
@@ -78,24 +78,18 @@ class Detokenizer:
         decoder: The tokenizer's.
         prompt_token_ids: They tell whether the answer's first word starts with a blank.
         skip_special_tokens: Whether special tokens have no text.
-        shown: Special tokens that have a text all the same.
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        prompt_token_ids: list[int],
-        skip_special_tokens: bool,
-        shown: Collection[int] = (),
+        self, decoder: Decoder, prompt_token_ids: list[int], skip_special_tokens: bool
     ) -> None:
         self._decoder = decoder
-        hidden = decoder.special if skip_special_tokens else frozenset()
-        self._hidden = hidden.difference(shown)
+        self._hidden = decoder.special if skip_special_tokens else frozenset()
         # The last tokens, and how much of their text was given out.
-        visible = (
+        shown = (
             token_id for token_id in reversed(prompt_token_ids) if token_id not in self._hidden
         )
-        self._ids = list(islice(visible, _CONTEXT))[::-1]
+        self._ids = list(islice(shown, _CONTEXT))[::-1]
         self._given = len(decoder.text(self._ids))
         self._bytes = b""  # of a character that is not complete; their tokens are in _ids
 

@@ -58,7 +58,6 @@ class Front:
         grammars: Compiles structured outputs.
         max_model_len: Most tokens of prompt and answer together.
         eos_token_ids: Tokens that end an answer, unless `ignore_eos`.
-        vocab_size: Of the model.
         metrics: Counts refusals; receives the engine's state a few times per second.
         billing: Opens and closes a bill for every request.
         busy_time: Shares the engine's time among the requests.
@@ -73,14 +72,13 @@ class Front:
         grammars: GrammarCompiler,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
-        vocab_size: int,
         metrics: Metrics,
         billing: Billing,
         busy_time: BusyTime | None = None,
         trace: TraceWriter | None = None,
     ) -> None:
         self._drain_seconds = config.drain_seconds
-        self._inputs = InputProcessor(config, tokenizer, max_model_len, eos_token_ids, vocab_size)
+        self._inputs = InputProcessor(config, tokenizer, max_model_len, eos_token_ids)
         self._grammars = grammars
         self._metrics = metrics
         self._billing = billing

@@ -37,7 +37,6 @@ class InputProcessor:
         tokenizer: The model's tokenizer.
         max_model_len: Most tokens of prompt and answer together.
         eos_token_ids: Tokens that end an answer, unless `ignore_eos`.
-        vocab_size: Of the model; its tokenizer may have more tokens, or fewer.
     """
 
     def __init__(
@@ -46,13 +45,11 @@ class InputProcessor:
         tokenizer: Tokenizer,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
-        vocab_size: int,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
-        self._vocab_size = vocab_size
         self._request_ids = count()
 
     def check(self, request: GenerationRequest) -> None:
@@ -85,17 +82,15 @@ class InputProcessor:
         """The prompt's token ids.
 
         Raises:
-            InvalidArgument: the prompt has no tokens, too many, or one that the model lacks.
+            InvalidArgument: the prompt has no tokens, or too many.
         """
         if request.messages is not None:
             tools = request.tools.functions if request.tools else None
-            name = "messages"
-            token_ids = self._tokenizer.encode_chat(request.messages, tools, request.chat)
+            name, token_ids = "messages", self._tokenizer.encode_chat(request.messages, tools)
         else:
             name, token_ids = "text_input", self._tokenizer.encode(request.text_input or "")
         if not token_ids:
             raise InvalidArgument(f"{name}: is empty; at least one token is needed")
-        self._check_known(name, token_ids)
         keep = request.sampling.truncate_prompt_tokens
         if keep is not None:
             token_ids = token_ids[-(self._max_model_len - 1 if keep == -1 else keep) :]
@@ -126,7 +121,7 @@ class InputProcessor:
             ("logit_bias", sampling.logit_bias),
         ):
             self._check_token_ids(name, token_ids)
-        stop_token_ids = {*sampling.stop_token_ids, *self._special_stops(sampling.stop)}
+        stop_token_ids = set(sampling.stop_token_ids)
         if grammar or not sampling.ignore_eos:  # a complete grammar must be able to end
             stop_token_ids.update(self._eos_token_ids)
         num_logprobs = sampling.logprobs
@@ -153,7 +148,11 @@ class InputProcessor:
             num_prompt_logprobs=sampling.prompt_logprobs,
             logit_bias=tuple(sampling.logit_bias.items()),
             allowed_token_ids=tuple(sampling.allowed_token_ids or ()),
-            bad_words=self._bad_words(sampling.bad_words),
+            bad_words=tuple(
+                tuple(token_ids)
+                for word in sampling.bad_words
+                for token_ids in self._tokenizer.encode_word(word)
+            ),
             grammar=grammar,
             repetition_detection=detection,
             request_class=request.request_class,
@@ -184,9 +183,7 @@ class InputProcessor:
         """The text side of one answer."""
         sampling = request.sampling
         return RequestOutput(
-            self._tokenizer.detokenizer(
-                prompt_token_ids, sampling.skip_special_tokens, self._special_stops(sampling.stop)
-            ),
+            self._tokenizer.detokenizer(prompt_token_ids, sampling.skip_special_tokens),
             stop=sampling.stop,
             include_stop=sampling.include_stop_str_in_output,
             min_tokens=sampling.min_tokens,
@@ -251,30 +248,10 @@ class InputProcessor:
                 f"LoRA {name:.100} is not supported, we currently support {supported}"
             )
 
-    def _special_stops(self, stops: list[str]) -> list[int]:
-        """The tokens whose text is a stop string, if they are special: hidden, they have none."""
-        ids = map(self._tokenizer.special_token_id, stops)
-        return [i for i in ids if i is not None and i < self._vocab_size]
-
-    def _bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
-        encoded = [ids for word in words for ids in self._tokenizer.encode_word(word)]
-        for token_ids in encoded:
-            self._check_known("sampling parameter 'bad_words'", token_ids)
-        return tuple(map(tuple, encoded))
-
-    def _check_known(self, name: str, token_ids: list[int]) -> None:
-        """A tokenizer may have more tokens than the model."""
-        if (token_id := max(token_ids)) >= self._vocab_size:
-            text = self._tokenizer.decode_token(token_id)
-            raise InvalidArgument(
-                f"{name}: has the token {text!r:.100} ({token_id}), which the model does not know; "
-                f"token ids are 0 to {self._vocab_size - 1}"
-            )
-
     def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
-            if not 0 <= token_id < self._vocab_size:
+            if not 0 <= token_id < self._tokenizer.vocab_size:
                 raise InvalidArgument(
-                    f"sampling parameter '{name}': {token_id!r:.30} is not allowed; token ids "
-                    f"are 0 to {self._vocab_size - 1}"
+                    f"sampling parameter '{name}': {token_id} is not allowed; token ids "
+                    f"are 0 to {self._tokenizer.vocab_size - 1}"
                 )

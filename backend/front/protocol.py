@@ -7,7 +7,7 @@ numpy arrays; knows nothing of the Python backend's types.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,9 +15,6 @@ from numpy.typing import NDArray
 
 from tritium.backend.engine.request import RequestClass, SampledToken
 from tritium.backend.errors import InvalidArgument, Unsupported
-from tritium.backend.front.chat_template import ChatOptions
-from tritium.backend.front.json_text import json_object
-from tritium.backend.front.messages import read_chat_options, read_messages, take_chat_settings
 from tritium.backend.front.output import Delta
 from tritium.backend.front.sampling_params import SamplingParams
 from tritium.backend.front.structured_params import StructuredOutputs
@@ -85,7 +82,6 @@ class GenerationRequest:
     messages: list[dict[str, Any]] | None
     sampling: SamplingParams
     tools: Tools | None = None
-    chat: ChatOptions = field(default_factory=ChatOptions)
     stream: bool = False
     echo: bool = False  # the answer starts with the prompt
     returned: frozenset[str] = frozenset()  # the return_* flags that are set
@@ -128,7 +124,7 @@ def parse(inputs: Mapping[str, NDArray[Any]], parameters: str) -> GenerationRequ
     if text_input is not None and messages is not None:
         raise InvalidArgument("the request has both text_input and messages; send one of them")
 
-    settings = json_object("request parameters", parameters) if parameters else {}
+    settings = _json_object("request parameters", parameters) if parameters else {}
     tools = parse_tools(*(_label(name, inputs, settings) for name in ("tools", "tool_choice")))
     if tools and messages is None:
         raise InvalidArgument(
@@ -139,16 +135,9 @@ def parse(inputs: Mapping[str, NDArray[Any]], parameters: str) -> GenerationRequ
     )
     deadline_ms = _deadline_ms(inputs, settings)
     trace_id = _trace_id(settings.pop("traceparent", ""))
-    chat_settings = take_chat_settings(settings)
     sampling_parameters = _string(inputs, "sampling_parameters")
     if sampling_parameters is not None:  # replaces the request's parameters, as in vLLM
-        settings = json_object("sampling_parameters", sampling_parameters)
-        chat_settings |= take_chat_settings(settings)
-    chat = read_chat_options(chat_settings)
-    if chat_settings and messages is None:
-        raise InvalidArgument(
-            f"{next(iter(chat_settings))}: only messages have it; text_input has no chat template"
-        )
+        settings = _json_object("sampling_parameters", sampling_parameters)
     if "stop" in inputs:
         settings["stop"] = _strings(inputs, "stop")
 
@@ -167,8 +156,7 @@ def parse(inputs: Mapping[str, NDArray[Any]], parameters: str) -> GenerationRequ
         )
     return GenerationRequest(
         text_input=text_input,
-        messages=None if messages is None else read_messages(messages),
-        chat=chat,
+        messages=None if messages is None else _messages(messages),
         sampling=sampling,
         tools=tools,
         stream=stream,
@@ -321,8 +309,7 @@ def _deadline_ms(inputs: Mapping[str, NDArray[Any]], settings: dict[str, Any]) -
         value = _one("deadline_ms", inputs["deadline_ms"].reshape(-1).tolist())
     if value is None:
         return None
-    is_text = isinstance(value, str) and value.isdecimal() and len(value) < 20
-    number = int(value) if is_text else value
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if type(number) is not int or not 1 <= number <= _MAX_DEADLINE_MS:
         raise InvalidArgument(
             f"deadline_ms: {value!r:.100} is not allowed; it is a whole number of milliseconds "
@@ -335,3 +322,52 @@ def _trace_id(traceparent: Any) -> str:
     """The trace id in W3C's traceparent; "" if invalid, as the standard says to ignore it."""
     match = _TRACEPARENT.fullmatch(traceparent) if isinstance(traceparent, str) else None
     return match[1] if match else ""
+
+
+def _json(name: str, text: str, what: str) -> Any:
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # fails on escaped lone surrogates
+        return value
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{name}: has a lone surrogate, which is not a character") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{name}: not valid JSON: {error}; it is {what}") from None
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    value = _json(name, text, "a JSON object")
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"{name}: {text!r:.100} is not allowed; it is a JSON object")
+    return value
+
+
+def _messages(text: str) -> list[dict[str, Any]]:
+    messages = _json("messages", text, "a JSON list")
+    if not isinstance(messages, list) or not messages:
+        raise InvalidArgument(
+            f"messages: {text!r:.100} is not allowed; it is a JSON list with at least one message"
+        )
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InvalidArgument(f"messages: element {i} is not an object with a 'role' string")
+        calls = message.get("tool_calls")
+        if calls is not None:
+            message["tool_calls"] = _tool_calls(i, calls)
+        if not isinstance(message.get("content"), str) and (message.get("content") or not calls):
+            raise InvalidArgument(f"messages: element {i} has no 'content' string")
+    return messages
+
+
+def _tool_calls(i: int, calls: Any) -> list[dict[str, Any]]:
+    """An earlier answer's tool calls, their arguments parsed, as chat templates expect."""
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    ):
+        raise InvalidArgument(f"messages: element {i}: 'tool_calls' is not a list of calls")
+    for call in calls:
+        arguments = call["function"].get("arguments")
+        if isinstance(arguments, str):
+            name = f"messages: element {i}: arguments"
+            call["function"]["arguments"] = _json_object(name, arguments or "{}")
+    return calls

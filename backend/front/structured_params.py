@@ -14,13 +14,7 @@ from tritium.backend.errors import InvalidArgument, Unsupported
 # vLLM's older parameters: guided_json, guided_regex, ...
 _OLD_PREFIX = "guided_"
 # vLLM's choice of a library; there is only one here.
-_OF_OTHER_LIBRARIES = (
-    "backend",
-    "decoding_backend",
-    "disable_fallback",
-    "_backend",
-    "_backend_was_auto",
-)
+_OF_OTHER_LIBRARIES = ("backend", "decoding_backend", "disable_fallback")
 _MAX_CHARS = 2**16
 
 

@@ -57,7 +57,7 @@ def thread(outputs, tokenizer):
 
 
 def test_first_tokens_are_sent_first_then_interactive_requests(outputs, thread, tokenizer):
-    processor = InputProcessor(EngineConfig(model=SMOLLM2), tokenizer, 1000, (), 49152)
+    processor = InputProcessor(EngineConfig(model=SMOLLM2), tokenizer, 1000, ())
     sent: list[str] = []
 
     def add(name: str, request_class: str) -> int:

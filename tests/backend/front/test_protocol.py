@@ -118,16 +118,10 @@ def test_messages():
         ([{"role": 1, "content": "x"}], "element 0 is not an object with a 'role' string"),
         (
             [{"role": "user", "content": "x"}, {"role": "user"}],
-            "element 1 has no 'content': a string, or a list of text parts",
+            "element 1 has no 'content' string",
         ),
-        (
-            [{"role": "user", "content": None}],
-            "element 0 has no 'content': a string, or a list of text parts",
-        ),
-        (
-            [{"role": "user", "content": ["x"]}],
-            '\'x\' is not a part of \'content\'; it is {"type": "text", "text": ...}',
-        ),
+        ([{"role": "user", "content": None}], "element 0 has no 'content' string"),
+        ([{"role": "user", "content": ["x"]}], "element 0 has no 'content' string"),
     ],
 )
 def test_malformed_messages(value, reason):

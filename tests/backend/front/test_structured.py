@@ -21,7 +21,6 @@ from tritium.backend.engine.engine import Engine
 from tritium.backend.engine.request import FinishReason
 from tritium.backend.errors import InvalidArgument, RequestError, Unsupported
 from tritium.backend.front import structured
-from tritium.backend.front.chat_template import ChatTemplate
 from tritium.backend.front.front import Front
 from tritium.backend.front.structured import Grammar, GrammarCompiler, GrammarState
 from tritium.backend.front.structured_params import read_structured_outputs
@@ -720,9 +719,8 @@ def front(tokenizer, closers):
     config = make_config(max_num_seqs=8, max_num_batched_tokens=512, max_queue_size=2)
     grammars = GrammarCompiler(tokenizer.to_json(), VOCAB_SIZE, [EOS])
     runner = RandomRunner(closers, num_blocks=2000)
-    billing = Billing(NoMetrics())
     front = Front(
-        config, tokenizer, runner, grammars, 1000, (EOS,), VOCAB_SIZE, NoMetrics(), billing
+        config, tokenizer, runner, grammars, 1000, (EOS,), NoMetrics(), Billing(NoMetrics())
     )
     yield front
     front.stop()
@@ -782,7 +780,7 @@ def test_each_of_n_answers_satisfies_the_constraint(front):
 
 
 def test_call_of_a_named_tool(front, tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat", ChatTemplate("{{ tools }}{{ messages }}", {}))
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ tools }}{{ messages }}")
     parameters = {"properties": {"x": {"enum": [1, 2]}}, "required": ["x"]}
     tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
     inputs = {
@@ -816,7 +814,7 @@ def test_error_says_where_the_constraint_comes_from(front, tokenizer, monkeypatc
     client = ask(front, response_format={"type": "json_schema", "json_schema": {"schema": STRNG}})
     assert client.ended.wait(30)
     assert str(client.error).startswith("sampling parameter 'structured_outputs': 'json': ")
-    monkeypatch.setattr(tokenizer, "chat", ChatTemplate("{{ tools }}{{ messages }}", {}))
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ tools }}{{ messages }}")
     tool = {
         "type": "function",
         "function": {"name": "a", "parameters": {"properties": {"b": STRNG}}},
@@ -888,7 +886,6 @@ def test_requests_waiting_for_the_compiler_end_with_the_server(tokenizer, closer
         grammars,
         1000,
         (EOS,),
-        VOCAB_SIZE,
         NoMetrics(),
         Billing(NoMetrics()),
     )

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from tritium.backend.errors import InvalidArgument
-from tritium.backend.front.chat_template import ChatTemplate
 
 TEXTS = {
     "English": "The quick brown fox jumps over the lazy dog. It's 12:30!",
@@ -157,7 +156,7 @@ def test_template_that_lists_tools(tokenizer, monkeypatch):
         "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
         "{% for message in messages %}{{ message.content }}{% endfor %}"
     )
-    monkeypatch.setattr(tokenizer, "chat", ChatTemplate(template, {}))
+    monkeypatch.setattr(tokenizer, "chat_template", template)
     assert tokenizer.encode_chat(HI, [TOOL]) == tokenizer.encode(f"{json.dumps(TOOL)}\nHi")
     assert tokenizer.encode_chat(HI) == tokenizer.encode("Hi")
 
@@ -165,6 +164,6 @@ def test_template_that_lists_tools(tokenizer, monkeypatch):
 def test_template_that_is_only_for_tools(tokenizer, monkeypatch):
     """Some models have two templates, one of them named tool_use."""
     templates = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
-    monkeypatch.setattr(tokenizer, "chat", ChatTemplate(templates, {}))
+    monkeypatch.setattr(tokenizer, "chat_template", templates)
     assert tokenizer.encode_chat(HI, [TOOL]) == tokenizer.encode("1 tools")
     assert tokenizer.encode_chat(HI) == tokenizer.encode("plain")
