@@ -35,6 +35,7 @@ from tritium.backend.front.output_thread import (
 from tritium.backend.front.protocol import GenerationRequest, parse
 from tritium.backend.front.structured import Grammar, GrammarCompiler
 from tritium.backend.front.tokenizer import Tokenizer
+from tritium.backend.front.vocabulary import Vocabulary
 
 logger = logging.getLogger("tritium")
 
@@ -57,7 +58,7 @@ class Front:
         runner: Runs the model.
         grammars: Compiles structured outputs.
         max_model_len: Most tokens of prompt and answer together.
-        eos_token_ids: Tokens that end an answer, unless `ignore_eos`.
+        vocabulary: The model's tokens.
         metrics: Counts refusals; receives the engine's state a few times per second.
         billing: Opens and closes a bill for every request.
         busy_time: Shares the engine's time among the requests.
@@ -71,14 +72,14 @@ class Front:
         runner: Runner,
         grammars: GrammarCompiler,
         max_model_len: int,
-        eos_token_ids: tuple[int, ...],
+        vocabulary: Vocabulary,
         metrics: Metrics,
         billing: Billing,
         busy_time: BusyTime | None = None,
         trace: TraceWriter | None = None,
     ) -> None:
         self._drain_seconds = config.drain_seconds
-        self._inputs = InputProcessor(config, tokenizer, max_model_len, eos_token_ids)
+        self._inputs = InputProcessor(config, tokenizer, max_model_len, vocabulary)
         self._grammars = grammars
         self._metrics = metrics
         self._billing = billing

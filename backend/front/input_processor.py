@@ -2,9 +2,8 @@
 
 import math
 import random
-from collections.abc import Iterable
 from dataclasses import fields, replace
-from itertools import count
+from itertools import chain, count
 from typing import NamedTuple
 
 from tritium.backend.config import EngineConfig
@@ -16,10 +15,12 @@ from tritium.backend.engine.request import (
     SamplingOptions,
 )
 from tritium.backend.errors import InvalidArgument
+from tritium.backend.front.chat_template import render
 from tritium.backend.front.output import RequestOutput
 from tritium.backend.front.protocol import GenerationRequest
 from tritium.backend.front.structured import Grammar
 from tritium.backend.front.tokenizer import Tokenizer
+from tritium.backend.front.vocabulary import Vocabulary
 
 
 class Arrival(NamedTuple):
@@ -36,7 +37,7 @@ class InputProcessor:
         config: Limits.
         tokenizer: The model's tokenizer.
         max_model_len: Most tokens of prompt and answer together.
-        eos_token_ids: Tokens that end an answer, unless `ignore_eos`.
+        vocabulary: The model's tokens.
     """
 
     def __init__(
@@ -44,12 +45,12 @@ class InputProcessor:
         config: EngineConfig,
         tokenizer: Tokenizer,
         max_model_len: int,
-        eos_token_ids: tuple[int, ...],
+        vocabulary: Vocabulary,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._eos_token_ids = eos_token_ids
+        self._vocabulary = vocabulary
         self._request_ids = count()
 
     def check(self, request: GenerationRequest) -> None:
@@ -82,13 +83,16 @@ class InputProcessor:
         """The prompt's token ids.
 
         Raises:
-            InvalidArgument: the prompt has no tokens, or too many.
+            InvalidArgument: the prompt has no tokens, too many, or one that the model lacks, or
+                the chat template refuses it.
         """
-        if request.messages is not None:
-            tools = request.tools.functions if request.tools else None
-            name, token_ids = "messages", self._tokenizer.encode_chat(request.messages, tools)
+        tokenizer = self._tokenizer
+        if request.chat:
+            tools = (request.tools.functions or None) if request.tools else None
+            text = render(tokenizer.chat_template, tokenizer.special_tokens, request.chat, tools)
+            name, token_ids = "messages", tokenizer.encode_rendered(text)
         else:
-            name, token_ids = "text_input", self._tokenizer.encode(request.text_input or "")
+            name, token_ids = "text_input", tokenizer.encode(request.text_input or "")
         if not token_ids:
             raise InvalidArgument(f"{name}: is empty; at least one token is needed")
         keep = request.sampling.truncate_prompt_tokens
@@ -100,6 +104,7 @@ class InputProcessor:
                 f"{self._max_model_len - 1} are allowed (max_model_len is {self._max_model_len}, "
                 "one is needed for the answer)"
             )
+        self._vocabulary.check(name, token_ids)
         return token_ids
 
     def engine_requests(
@@ -112,18 +117,24 @@ class InputProcessor:
         """One engine request per answer; the later ones are forks of the first.
 
         Raises:
-            InvalidArgument: a token id is outside the vocabulary.
+            InvalidArgument: the model lacks a token.
         """
         sampling = request.sampling
-        for name, token_ids in (
+        bad_words = [
+            tuple(token_ids)
+            for word in sampling.bad_words
+            for token_ids in self._tokenizer.encode_word(word)
+        ]
+        for name, demanded in (
             ("stop_token_ids", sampling.stop_token_ids),
             ("allowed_token_ids", sampling.allowed_token_ids or []),
             ("logit_bias", sampling.logit_bias),
+            ("bad_words", chain.from_iterable(bad_words)),
         ):
-            self._check_token_ids(name, token_ids)
+            self._vocabulary.check(f"sampling parameter '{name}'", demanded)
         stop_token_ids = set(sampling.stop_token_ids)
         if grammar or not sampling.ignore_eos:  # a complete grammar must be able to end
-            stop_token_ids.update(self._eos_token_ids)
+            stop_token_ids.update(self._vocabulary.eos_token_ids)
         num_logprobs = sampling.logprobs
         if num_logprobs is None and "return_cumulative_logprob" in request.returned:
             num_logprobs = 0
@@ -148,11 +159,7 @@ class InputProcessor:
             num_prompt_logprobs=sampling.prompt_logprobs,
             logit_bias=tuple(sampling.logit_bias.items()),
             allowed_token_ids=tuple(sampling.allowed_token_ids or ()),
-            bad_words=tuple(
-                tuple(token_ids)
-                for word in sampling.bad_words
-                for token_ids in self._tokenizer.encode_word(word)
-            ),
+            bad_words=tuple(bad_words),
             grammar=grammar,
             repetition_detection=detection,
             request_class=request.request_class,
@@ -185,6 +192,7 @@ class InputProcessor:
         return RequestOutput(
             self._tokenizer.detokenizer(prompt_token_ids, sampling.skip_special_tokens),
             stop=sampling.stop,
+            stop_tokens=self._stop_tokens(sampling.stop),
             include_stop=sampling.include_stop_str_in_output,
             min_tokens=sampling.min_tokens,
             stream=request.stream,
@@ -195,6 +203,11 @@ class InputProcessor:
             ),
             arrival_time=arrival.time,
         )
+
+    def _stop_tokens(self, stop: list[str]) -> dict[int, str]:
+        """Stop strings that are one token of their own, by its id."""
+        ids = {self._tokenizer.special_token_id(text): text for text in stop}
+        return {token_id: text for token_id, text in ids.items() if token_id is not None}
 
     def _deadlines(self, request: GenerationRequest, arrival: Arrival) -> tuple[Deadline, ...]:
         config = self._config
@@ -247,11 +260,3 @@ class InputProcessor:
             raise InvalidArgument(
                 f"LoRA {name:.100} is not supported, we currently support {supported}"
             )
-
-    def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
-        for token_id in token_ids:
-            if not 0 <= token_id < self._tokenizer.vocab_size:
-                raise InvalidArgument(
-                    f"sampling parameter '{name}': {token_id} is not allowed; token ids "
-                    f"are 0 to {self._tokenizer.vocab_size - 1}"
-                )

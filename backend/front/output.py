@@ -4,7 +4,7 @@ Knows nothing of KV blocks, tensors or Triton Server.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +38,8 @@ class RequestOutput:
     Args:
         detokenizer: The answer's own.
         stop: Stop strings.
+        stop_tokens: Those of them that are one token of their own, by its id: they also stop where
+            the text hides it.
         include_stop: Whether the text keeps the stop string, or the stop token's text.
         min_tokens: Stop strings are ignored within this many tokens.
         stream: False: everything comes in one delta at the end.
@@ -52,6 +54,7 @@ class RequestOutput:
         self,
         detokenizer: Detokenizer,
         stop: list[str],
+        stop_tokens: Mapping[int, str],
         include_stop: bool,
         min_tokens: int,
         stream: bool,
@@ -63,6 +66,7 @@ class RequestOutput:
     ) -> None:
         self._detokenizer = detokenizer
         self._stop = stop
+        self._stop_tokens = stop_tokens
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._stream = stream
@@ -96,7 +100,10 @@ class RequestOutput:
         for i, token in enumerate(output.tokens):
             is_last = i == len(output.tokens) - 1
             stops = is_last and output.finish_reason is FinishReason.STOP and not output.is_whole
-            self._add_token(token, hidden=stops and not self._include_stop)
+            hidden = stops and not self._include_stop
+            self._add_token(token, hidden)
+            if not hidden and not self.finish_reason:
+                self._stop_at(token.token_id)
             if self.finish_reason:
                 return
         if output.finish_reason:
@@ -173,6 +180,18 @@ class RequestOutput:
             return
         start, stop = found
         self._text += text[: start + len(stop) if self._include_stop else start]
+        self._held = ""
+        self.finish_reason = FinishReason.STOP
+
+    def _stop_at(self, token_id: int) -> None:
+        """End the answer if a stop string is this token, which the text hides."""
+        stop = self._stop_tokens.get(token_id)
+        if stop is None or self._num_output_tokens <= self._min_tokens:
+            return
+        if self._include_stop:
+            self._text += self._held + stop
+        else:
+            self._text += self._held.rstrip() if self._trim_blanks else self._held
         self._held = ""
         self.finish_reason = FinishReason.STOP
 

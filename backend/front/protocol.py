@@ -6,7 +6,7 @@ numpy arrays; knows nothing of the Python backend's types.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from tritium.backend.engine.request import RequestClass, SampledToken
 from tritium.backend.errors import InvalidArgument, Unsupported
+from tritium.backend.front.chat import OPTIONS as CHAT_OPTIONS
+from tritium.backend.front.chat import Chat, parse_chat, read_object
 from tritium.backend.front.output import Delta
 from tritium.backend.front.sampling_params import SamplingParams
 from tritium.backend.front.structured_params import StructuredOutputs
@@ -47,6 +49,9 @@ INPUTS = (
     TensorSpec("messages", "TYPE_STRING", [1]),
     TensorSpec("tools", "TYPE_STRING", [1]),
     TensorSpec("tool_choice", "TYPE_STRING", [1]),
+    TensorSpec("chat_template_kwargs", "TYPE_STRING", [1]),
+    TensorSpec("add_generation_prompt", "TYPE_BOOL", [1]),
+    TensorSpec("continue_final_message", "TYPE_BOOL", [1]),
     TensorSpec("stream", "TYPE_BOOL", [1]),
     TensorSpec("sampling_parameters", "TYPE_STRING", [1]),
     TensorSpec("exclude_input_in_output", "TYPE_BOOL", [1]),
@@ -78,8 +83,8 @@ _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{1
 class GenerationRequest:
     """A client's request, validated."""
 
-    text_input: str | None  # exactly one of text_input and messages
-    messages: list[dict[str, Any]] | None
+    text_input: str | None  # exactly one of text_input and chat
+    chat: Chat | None
     sampling: SamplingParams
     tools: Tools | None = None
     stream: bool = False
@@ -124,9 +129,10 @@ def parse(inputs: Mapping[str, NDArray[Any]], parameters: str) -> GenerationRequ
     if text_input is not None and messages is not None:
         raise InvalidArgument("the request has both text_input and messages; send one of them")
 
-    settings = _json_object("request parameters", parameters) if parameters else {}
+    settings = read_object("request parameters", parameters) if parameters else {}
+    chat_options = _take(settings, CHAT_OPTIONS)
     tools = parse_tools(*(_label(name, inputs, settings) for name in ("tools", "tool_choice")))
-    if tools and messages is None:
+    if tools and tools.functions and messages is None:
         raise InvalidArgument(
             "tools: only messages may have tools; text_input has no chat template"
         )
@@ -137,9 +143,17 @@ def parse(inputs: Mapping[str, NDArray[Any]], parameters: str) -> GenerationRequ
     trace_id = _trace_id(settings.pop("traceparent", ""))
     sampling_parameters = _string(inputs, "sampling_parameters")
     if sampling_parameters is not None:  # replaces the request's parameters, as in vLLM
-        settings = _json_object("sampling_parameters", sampling_parameters)
+        settings = read_object("sampling_parameters", sampling_parameters)
+        chat_options |= _take(settings, CHAT_OPTIONS)
     if "stop" in inputs:
         settings["stop"] = _strings(inputs, "stop")
+
+    chat_options |= _chat_tensors(inputs)
+    if chat_options and messages is None:
+        raise InvalidArgument(
+            f"{next(iter(chat_options))}: only messages may have it; text_input has no chat "
+            "template"
+        )
 
     stream = bool(_flag(inputs, "stream"))
     exclude_input = _flag(inputs, "exclude_input_in_output")
@@ -156,7 +170,7 @@ def parse(inputs: Mapping[str, NDArray[Any]], parameters: str) -> GenerationRequ
         )
     return GenerationRequest(
         text_input=text_input,
-        messages=None if messages is None else _messages(messages),
+        chat=None if messages is None else parse_chat(messages, chat_options),
         sampling=sampling,
         tools=tools,
         stream=stream,
@@ -284,6 +298,20 @@ def _flag(inputs: Mapping[str, NDArray[Any]], name: str) -> bool | None:
     return bool(_one(name, inputs[name].reshape(-1).tolist())) if name in inputs else None
 
 
+def _take(settings: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Remove these settings and return those that are set."""
+    taken = {name: settings.pop(name, None) for name in names}
+    return {name: value for name, value in taken.items() if value is not None}
+
+
+def _chat_tensors(inputs: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    return {
+        name: _string(inputs, name) if name == "chat_template_kwargs" else _flag(inputs, name)
+        for name in CHAT_OPTIONS
+        if name in inputs
+    }
+
+
 def _label(name: str, inputs: Mapping[str, NDArray[Any]], settings: dict[str, Any]) -> str:
     """A label from its tensor, else from the parameters, from which it is removed."""
     value = settings.pop(name, "")
@@ -309,7 +337,8 @@ def _deadline_ms(inputs: Mapping[str, NDArray[Any]], settings: dict[str, Any]) -
         value = _one("deadline_ms", inputs["deadline_ms"].reshape(-1).tolist())
     if value is None:
         return None
-    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    is_number = isinstance(value, str) and value.isdecimal() and len(value) < 20
+    number = int(value) if is_number else value
     if type(number) is not int or not 1 <= number <= _MAX_DEADLINE_MS:
         raise InvalidArgument(
             f"deadline_ms: {value!r:.100} is not allowed; it is a whole number of milliseconds "
@@ -322,52 +351,3 @@ def _trace_id(traceparent: Any) -> str:
     """The trace id in W3C's traceparent; "" if invalid, as the standard says to ignore it."""
     match = _TRACEPARENT.fullmatch(traceparent) if isinstance(traceparent, str) else None
     return match[1] if match else ""
-
-
-def _json(name: str, text: str, what: str) -> Any:
-    try:
-        value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # fails on escaped lone surrogates
-        return value
-    except UnicodeEncodeError:
-        raise InvalidArgument(f"{name}: has a lone surrogate, which is not a character") from None
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{name}: not valid JSON: {error}; it is {what}") from None
-
-
-def _json_object(name: str, text: str) -> dict[str, Any]:
-    value = _json(name, text, "a JSON object")
-    if not isinstance(value, dict):
-        raise InvalidArgument(f"{name}: {text!r:.100} is not allowed; it is a JSON object")
-    return value
-
-
-def _messages(text: str) -> list[dict[str, Any]]:
-    messages = _json("messages", text, "a JSON list")
-    if not isinstance(messages, list) or not messages:
-        raise InvalidArgument(
-            f"messages: {text!r:.100} is not allowed; it is a JSON list with at least one message"
-        )
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise InvalidArgument(f"messages: element {i} is not an object with a 'role' string")
-        calls = message.get("tool_calls")
-        if calls is not None:
-            message["tool_calls"] = _tool_calls(i, calls)
-        if not isinstance(message.get("content"), str) and (message.get("content") or not calls):
-            raise InvalidArgument(f"messages: element {i} has no 'content' string")
-    return messages
-
-
-def _tool_calls(i: int, calls: Any) -> list[dict[str, Any]]:
-    """An earlier answer's tool calls, their arguments parsed, as chat templates expect."""
-    if not isinstance(calls, list) or not all(
-        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
-    ):
-        raise InvalidArgument(f"messages: element {i}: 'tool_calls' is not a list of calls")
-    for call in calls:
-        arguments = call["function"].get("arguments")
-        if isinstance(arguments, str):
-            name = f"messages: element {i}: arguments"
-            call["function"]["arguments"] = _json_object(name, arguments or "{}")
-    return calls

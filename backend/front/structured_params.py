@@ -13,8 +13,14 @@ from tritium.backend.errors import InvalidArgument, Unsupported
 
 # vLLM's older parameters: guided_json, guided_regex, ...
 _OLD_PREFIX = "guided_"
-# vLLM's choice of a library; there is only one here.
-_OF_OTHER_LIBRARIES = ("backend", "decoding_backend", "disable_fallback")
+# vLLM's choice of a library, in requests and inside its own object; there is only one here.
+_OF_OTHER_LIBRARIES = (
+    "backend",
+    "decoding_backend",
+    "disable_fallback",
+    "_backend",
+    "_backend_was_auto",
+)
 _MAX_CHARS = 2**16
 
 

@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from tritium.backend.errors import InvalidArgument
 from tritium.backend.front.detokenizer import Decoder, Detokenizer
 from tritium.backend.front.gguf_tokenizer import load_gguf
 from tritium.backend.front.tokenizer_folder import load_folder
@@ -30,7 +28,8 @@ class Tokenizer:
         loaded = load_gguf(path) if path.is_file() else load_folder(path)
         self._fast, self.chat_template, self.special_tokens, self.eos_token_ids = loaded
         self._decoder = Decoder(self._fast)
-        self._added = {text.content: i for i, text in self._fast.get_added_tokens_decoder().items()}
+        added = self._fast.get_added_tokens_decoder()
+        self._added = {token.content: i for i, token in added.items()}
         self.vocab_size = max(self._fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._prefix = self._added_in_front()
 
@@ -53,50 +52,17 @@ class Tokenizer:
         )
         return [at_start] if at_start == after_space else [at_start, after_space]
 
-    def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
-    ) -> list[int]:
-        """Token ids of a conversation by the model's chat template, ready for the answer.
-
-        Args:
-            messages: At least one.
-            tools: Tools that the model may call.
-
-        Raises:
-            InvalidArgument: the model has no chat template, or the template rejects these
-                messages or ignores tools.
-        """
-        if not self.chat_template:
-            raise InvalidArgument("messages: this model has no chat template; send text_input")
-        try:
-            text = self._render(messages, tools)
-            if tools and text == self._render(messages, None):
-                raise InvalidArgument("tools: this model's chat template does not support them")
-            return self._fast.encode(text, add_special_tokens=False).ids
-        except InvalidArgument:
-            raise
-        except Exception as error:  # noqa: BLE001 -- a template may raise anything
-            raise InvalidArgument(f"messages: the chat template refuses them: {error}") from None
-
-    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        template = self.chat_template
-        if isinstance(template, dict):
-            template = template["tool_use" if tools and "tool_use" in template else "default"]
-        render: Any = render_jinja_template  # its annotations are wrong
-        [text], _ = render(
-            conversations=[messages],
-            tools=tools,
-            chat_template=template,
-            add_generation_prompt=True,
-            **self.special_tokens,
-        )
-        return str(text)
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of a text that has all its special tokens, as chat templates write it."""
+        return self._fast.encode(text, add_special_tokens=False).ids
 
     def special_token_id(self, text: str) -> int | None:
         """The id of the special or added token with this text; None if there is none."""
         return self._added.get(text)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `skip_special_tokens` hides this token."""
+        return token_id in self._decoder.special
 
     def to_json(self) -> str:
         """The tokenizer in the format of tokenizer.json, without the chat template."""

@@ -19,7 +19,7 @@ class Tools:
     parses the answer.
     """
 
-    functions: list[dict[str, Any]]
+    functions: list[dict[str, Any]]  # empty: tool_choice was a constraint by itself
     constraint: StructuredOutputs | None
 
 
@@ -29,14 +29,14 @@ def parse_tools(tools: str, tool_choice: str) -> Tools | None:
     Raises:
         InvalidArgument: names the field, its value and what is allowed.
     """
+    if constraint := _structured_outputs(tool_choice):
+        return Tools(_functions(tools) if tools else [], constraint)
     if not tools:
         if tool_choice not in ("", "none", "auto"):
             _refuse("tool_choice", tool_choice, "The request has no tools")
         return None
-    functions = _json("tools", tools)
-    if not isinstance(functions, list) or not functions:
-        _refuse("tools", tools, "It is a JSON list with at least one tool")
-    by_name = {_name(i, tool): tool["function"] for i, tool in enumerate(functions)}
+    functions = _functions(tools)
+    by_name = {tool["function"]["name"]: tool["function"] for tool in functions}
     choice: Any = tool_choice or "auto"
     if choice not in _CHOICES:
         choice = _json("tool_choice", tool_choice)
@@ -52,6 +52,23 @@ def parse_tools(tools: str, tool_choice: str) -> Tools | None:
         allowed = ", ".join([*_CHOICES, '{"type": "function", "function": {"name": ...}}'])
         _refuse("tool_choice", tool_choice, f"It is {allowed}, of {', '.join(by_name)}")
     return Tools(functions, read_structured_outputs("tools", {"json": _parameters(by_name[name])}))
+
+
+def _structured_outputs(tool_choice: str) -> StructuredOutputs | None:
+    """The constraint in a `tool_choice` that is the JSON text of vLLM's StructuredOutputsParams."""
+    choice = _json("tool_choice", tool_choice) if tool_choice.lstrip().startswith("{") else {}
+    if choice.keys() & {"type", "function"} or not choice:
+        return None
+    return read_structured_outputs("tool_choice", choice)
+
+
+def _functions(tools: str) -> list[dict[str, Any]]:
+    functions = _json("tools", tools)
+    if not isinstance(functions, list) or not functions:
+        _refuse("tools", tools, "It is a JSON list with at least one tool")
+    for i, tool in enumerate(functions):
+        _check_tool(i, tool)
+    return functions
 
 
 def _calls(by_name: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -82,7 +99,7 @@ def _parameters(function: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": {}, **(function.get("parameters") or {})}
 
 
-def _name(i: int, tool: Any) -> str:
+def _check_tool(i: int, tool: Any) -> None:
     function = tool.get("function") if isinstance(tool, dict) else None
     function = function if isinstance(function, dict) else {}
     name = function.get("name")
@@ -92,7 +109,6 @@ def _name(i: int, tool: Any) -> str:
             tool,
             'It is {"type": "function", "function": {"name": ..., "parameters": {...}}}',
         )
-    return name
 
 
 def _json(name: str, text: str) -> Any:

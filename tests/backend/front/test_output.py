@@ -25,7 +25,13 @@ class FakeDetokenizer:
 
 def make_output(pieces, **changes) -> RequestOutput:
     fields = dict(
-        stop=[], include_stop=False, min_tokens=0, stream=True, prefix="", num_prompt_tokens=3
+        stop=[],
+        stop_tokens={},
+        include_stop=False,
+        min_tokens=0,
+        stream=True,
+        prefix="",
+        num_prompt_tokens=3,
     )
     return RequestOutput(FakeDetokenizer(pieces), **{**fields, **changes})
 

@@ -13,6 +13,7 @@ from tritium.backend.engine.request import EngineOutput, SampledToken
 from tritium.backend.front.input_processor import Arrival, InputProcessor
 from tritium.backend.front.output_thread import LiveRequest, OutputThread
 from tritium.backend.front.protocol import parse
+from tritium.backend.front.vocabulary import Vocabulary
 from tritium.loadtests.harness import until
 
 
@@ -57,7 +58,9 @@ def thread(outputs, tokenizer):
 
 
 def test_first_tokens_are_sent_first_then_interactive_requests(outputs, thread, tokenizer):
-    processor = InputProcessor(EngineConfig(model=SMOLLM2), tokenizer, 1000, ())
+    processor = InputProcessor(
+        EngineConfig(model=SMOLLM2), tokenizer, 1000, Vocabulary(tokenizer, 49152, ())
+    )
     sent: list[str] = []
 
     def add(name: str, request_class: str) -> int:

@@ -91,7 +91,7 @@ def test_declared_outputs():
 
 def test_plain_request():
     request = read(text_input=text("Grüße 你好"))
-    assert (request.text_input, request.messages) == ("Grüße 你好", None)
+    assert (request.text_input, request.chat) == ("Grüße 你好", None)
     assert (request.stream, request.echo) == (False, True)
     assert request.sampling.max_tokens is None
     assert (request.business_line, request.cache_salt) == ("", "")
@@ -102,7 +102,7 @@ def test_plain_request():
 def test_messages():
     conversation = [{"role": "system", "content": "S"}, {"role": "user", "content": ""}]
     request = read(messages=messages(conversation))
-    assert (request.text_input, request.messages) == (None, conversation)
+    assert (request.text_input, request.chat and request.chat.messages) == (None, conversation)
     assert not request.echo  # messages are not echoed
 
 
@@ -118,10 +118,12 @@ def test_messages():
         ([{"role": 1, "content": "x"}], "element 0 is not an object with a 'role' string"),
         (
             [{"role": "user", "content": "x"}, {"role": "user"}],
-            "element 1 has no 'content' string",
+            "element 1 has no 'content': a string or a list of text parts",
         ),
-        ([{"role": "user", "content": None}], "element 0 has no 'content' string"),
-        ([{"role": "user", "content": ["x"]}], "element 0 has no 'content' string"),
+        (
+            [{"role": "user", "content": None}],
+            "element 0 has no 'content': a string or a list of text parts",
+        ),
     ],
 )
 def test_malformed_messages(value, reason):

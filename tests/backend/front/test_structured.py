@@ -24,6 +24,7 @@ from tritium.backend.front import structured
 from tritium.backend.front.front import Front
 from tritium.backend.front.structured import Grammar, GrammarCompiler, GrammarState
 from tritium.backend.front.structured_params import read_structured_outputs
+from tritium.backend.front.vocabulary import Vocabulary
 from tritium.backend.runner.sampler import Sampler, grammar_masks
 from tritium.loadtests.harness import until
 
@@ -720,7 +721,14 @@ def front(tokenizer, closers):
     grammars = GrammarCompiler(tokenizer.to_json(), VOCAB_SIZE, [EOS])
     runner = RandomRunner(closers, num_blocks=2000)
     front = Front(
-        config, tokenizer, runner, grammars, 1000, (EOS,), NoMetrics(), Billing(NoMetrics())
+        config,
+        tokenizer,
+        runner,
+        grammars,
+        1000,
+        Vocabulary(tokenizer, VOCAB_SIZE, (EOS,)),
+        NoMetrics(),
+        Billing(NoMetrics()),
     )
     yield front
     front.stop()
@@ -885,7 +893,7 @@ def test_requests_waiting_for_the_compiler_end_with_the_server(tokenizer, closer
         RandomRunner(closers),
         grammars,
         1000,
-        (EOS,),
+        Vocabulary(tokenizer, VOCAB_SIZE, (EOS,)),
         NoMetrics(),
         Billing(NoMetrics()),
     )

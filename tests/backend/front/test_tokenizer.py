@@ -1,10 +1,8 @@
 """SmolLM2's tokenizer: text to tokens and back, also one token at a time."""
 
-import json
 
 import pytest
 
-from tritium.backend.errors import InvalidArgument
 
 TEXTS = {
     "English": "The quick brown fox jumps over the lazy dog. It's 12:30!",
@@ -92,78 +90,3 @@ def test_special_tokens_in_an_answer_are_skipped_or_kept(tokenizer):
     text = f" hi{EOS} there"
     assert "".join(stream(tokenizer, text, skip_special_tokens=True)) == " hi there"
     assert "".join(stream(tokenizer, text, skip_special_tokens=False)) == text
-
-
-# -- chat --
-
-
-def test_chat_template_of_a_conversation(tokenizer):
-    token_ids = tokenizer.encode_chat(
-        [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "Hi"},
-            {"role": "assistant", "content": "Hello!"},
-            {"role": "user", "content": "你好"},
-        ]
-    )
-    assert token_ids == tokenizer.encode(
-        "<|im_start|>system\nBe brief.<|im_end|>\n"
-        "<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\nHello!<|im_end|>\n"
-        "<|im_start|>user\n你好<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-
-
-def test_chat_template_adds_its_system_message(tokenizer):
-    assert tokenizer.encode_chat([{"role": "user", "content": "Hi"}]) == tokenizer.encode(
-        f"{BOS}system\n{DEFAULT_SYSTEM}{EOS}\n{BOS}user\nHi{EOS}\n{BOS}assistant\n"
-    )
-
-
-def test_chat_token_is_one_token(tokenizer):
-    token_ids = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
-    assert token_ids.count(tokenizer.encode(BOS)[0]) == 3
-    assert token_ids.count(tokenizer.encode(EOS)[0]) == 2
-
-
-@pytest.mark.parametrize(
-    "message", [{"role": "user", "content": "Hi \ud800"}, {"role": "\ud800", "content": "Hi"}]
-)
-def test_lone_surrogate_in_a_message_is_refused(tokenizer, message):
-    """JSON can contain a lone surrogate, UTF-8 can't."""
-    with pytest.raises(InvalidArgument) as refused:
-        tokenizer.encode_chat([message])
-    assert str(refused.value).startswith("messages: ")
-    str(refused.value).encode()
-
-
-# -- tools --
-
-HI = [{"role": "user", "content": "Hi"}]
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-
-
-def test_template_that_ignores_tools(tokenizer):
-    """SmolLM2's template does."""
-    with pytest.raises(InvalidArgument) as refused:
-        tokenizer.encode_chat(HI, [TOOL])
-    assert str(refused.value) == "tools: this model's chat template does not support them"
-
-
-def test_template_that_lists_tools(tokenizer, monkeypatch):
-    template = (
-        "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
-        "{% for message in messages %}{{ message.content }}{% endfor %}"
-    )
-    monkeypatch.setattr(tokenizer, "chat_template", template)
-    assert tokenizer.encode_chat(HI, [TOOL]) == tokenizer.encode(f"{json.dumps(TOOL)}\nHi")
-    assert tokenizer.encode_chat(HI) == tokenizer.encode("Hi")
-
-
-def test_template_that_is_only_for_tools(tokenizer, monkeypatch):
-    """Some models have two templates, one of them named tool_use."""
-    templates = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
-    monkeypatch.setattr(tokenizer, "chat_template", templates)
-    assert tokenizer.encode_chat(HI, [TOOL]) == tokenizer.encode("1 tools")
-    assert tokenizer.encode_chat(HI) == tokenizer.encode("plain")

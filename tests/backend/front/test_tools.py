@@ -157,7 +157,7 @@ def test_conversation_with_tool_calls():
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "1", "content": "sunny"},
     ]
-    parsed = request(messages=messages).messages
+    parsed = request(messages=messages).chat.messages
     assert parsed
     assert parsed[1]["tool_calls"][0]["function"]["arguments"] == {"city": 1}
 
