@@ -27,7 +27,8 @@ LONG = "{%% set b = 'a' * 10**7 %%}%s"
         LOOP % (LOOP % (LOOP % "")),
         LOOP % (LOOP % (LOOP % "{% if i %}{% continue %}{% endif %}")),
         "{% for i in range(100000) if range(100000) | list | length == 3 %}{% endfor %}",
-        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}"
+        "{{ m(60) }}",
         "{% for i in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}{% endif %}"
         "{% endfor %}",
         LOOP % (LOOP % "{{ caller }}"),
