@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from decimal import Decimal
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
@@ -40,13 +40,21 @@ _REFERRING = {"$ref", "anyOf", "oneOf", "allOf"}
 _REFINING = {*_SUBSCHEMAS_BY_NAME[:2], *_SUBSCHEMAS[:3], "pattern", "multipleOf"}
 
 
+class _Sizes(NamedTuple):
+    """How many tokens the model has, and how many the tokenizer knows: one may exceed the other."""
+
+    model: int
+    tokenizer: int
+
+
 class GrammarState:
     """The position of one answer in its grammar."""
 
-    __slots__ = ("_matcher",)
+    __slots__ = ("_matcher", "_sizes")
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, sizes: _Sizes) -> None:
         self._matcher = matcher
+        self._sizes = sizes
 
     @property
     def is_complete(self) -> bool:
@@ -75,19 +83,30 @@ class GrammarState:
         """
         assert masks.dtype == np.int32
         assert masks.flags.c_contiguous
+        model, tokenizer = states[0]._sizes
+        filled = masks
+        if tokenizer > model:  # the library fills only rows for all of its tokens
+            filled = np.zeros((len(masks), -(-tokenizer // 32)), dtype=np.int32)
         pairs = [(state._matcher, row) for state, row in zip(states, rows, strict=True)]
-        _executor().unsafe_compute_mask_ptr(pairs, masks.ctypes.data, masks.strides[0], len(masks))
+        _executor().unsafe_compute_mask_ptr(
+            pairs, filled.ctypes.data, filled.strides[0], len(filled)
+        )
+        if tokenizer > model:
+            masks[list(rows)] = filled[list(rows), : masks.shape[1]]
+            if model % 32:
+                masks[list(rows), -1] &= (1 << model % 32) - 1
 
 
 class Grammar:
     """A constraint, compiled for one vocabulary. Immutable."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, sizes: _Sizes) -> None:
         self._matcher = matcher
+        self._sizes = sizes
 
     def start(self) -> GrammarState:
         """The state of a new, empty answer."""
-        return GrammarState(self._matcher.deep_copy())
+        return GrammarState(self._matcher.deep_copy(), self._sizes)
 
 
 class GrammarCompiler:
@@ -97,13 +116,24 @@ class GrammarCompiler:
         tokenizer_json: The model's tokenizer, as in tokenizer.json.
         vocab_size: Number of the model's logits.
         eos_token_ids: Tokens that end a complete answer.
+        tokenizer_size: One more than the tokenizer's highest token id; None: `vocab_size`.
     """
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer_json: str,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        tokenizer_size: int | None = None,
+    ) -> None:
+        self._sizes = _Sizes(vocab_size, tokenizer_size or vocab_size)
         _executor()  # created here, as its threads inherit this thread's CPU affinity
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
         self._tokenizer = self._pool.submit(
-            LLTokenizer, tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids)
+            LLTokenizer,
+            tokenizer_json,
+            n_vocab=max(self._sizes),
+            eos_token=[token_id for token_id in eos_token_ids if token_id < self._sizes.tokenizer],
         )
         self._grammars: dict[StructuredOutputs, Future[Grammar]] = {}  # least recently used first
         self._lock = threading.Lock()
@@ -141,7 +171,7 @@ class GrammarCompiler:
         except (ValueError, RecursionError) as error:
             name, value = constraint.given_field
             raise InvalidArgument(f"'{name}': {value!r:.100} is not allowed. {error}") from None
-        return Grammar(matcher)
+        return Grammar(matcher, self._sizes)
 
 
 @cache

@@ -125,6 +125,39 @@ def test_finish_reason_without_a_token_gives_a_delta():
 # -- stop strings --
 
 
+@pytest.mark.parametrize(
+    ("changes", "right"),
+    [
+        ({}, ("ab <", 3, STOP)),
+        ({"stream": False}, ("ab <", 3, STOP)),
+        ({"include_stop": True}, ("ab <<|im_end|>", 3, STOP)),
+        ({"min_tokens": 2}, ("ab <", 3, STOP)),
+        ({"min_tokens": 3}, ("ab < c", 4, LENGTH)),
+        ({"trim_blanks": True, "pieces": ["a", "b ", "", " c"]}, ("ab", 3, STOP)),
+        ({"pieces": ["a", "<|im_end|>", "", "c"]}, ("a", 2, STOP)),
+    ],
+)
+def test_stop_string_is_a_token_that_the_text_hides(changes, right):
+    """Each token's id is its position; the hidden one is the third."""
+    options = {"stop": ["<|im_end|>"], "stop_tokens": {2: "<|im_end|>"}, **changes}
+    found = deltas(options.pop("pieces", ["a", "b <", "", " c"]), **options)
+    texts, sizes, reasons = zip(*found, strict=True)
+    assert ("".join(texts), sum(sizes), reasons[-1]) == right
+
+
+def test_stop_string_that_is_a_visible_token_is_found_as_text():
+    stops = {"stop": ["x<t>", "<t>"], "stop_tokens": {1: "<t>"}}
+    assert deltas(["ax", "<t>", "c"], **stops) == [("a", 1, None), ("", 1, STOP)]
+
+
+def test_end_token_that_is_a_stop_string():
+    output = make_output(["a", ""], stop=["<e>"], stop_tokens={1: "<e>"}, include_stop=True)
+    output.add(EngineOutput(0, tokens(0)))
+    output.add(EngineOutput(0, tokens(1), STOP))
+    delta = output.take()
+    assert (delta.text, delta.finish_reason) == ("a<e>", STOP)
+
+
 def test_stop_string_in_one_token():
     assert deltas(["a", "b.c", "d"], stop=["."]) == [("a", 1, None), ("b", 1, STOP)]
 

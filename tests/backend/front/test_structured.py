@@ -321,6 +321,21 @@ def test_logits_beyond_the_tokenizer_s_vocabulary(tokenizer):
     compiler.close()
 
 
+def test_tokenizer_that_knows_more_tokens_than_the_model(tokenizer):
+    """The answer uses the model's tokens only; so does the end, whatever the configuration says."""
+    size = 1000
+    compiler = GrammarCompiler(tokenizer.to_json(), size, [EOS, 49151, 60000], VOCAB_SIZE)
+    state = compile_form(compiler, regex=r"(?s:.*)").start()
+    masks = np.full((3, 32), -1, dtype=np.int32)
+    state.fill_masks([state], masks, [1])
+    assert (masks[[0, 2]] == -1).all()
+    bits = np.unpackbits(masks[1].view(np.uint8), bitorder="little")
+    assert bits[EOS]
+    assert bits[tokenizer.encode(" a")[0]]
+    assert not bits[size:].any()
+    compiler.close()
+
+
 # -- states --
 
 

@@ -10,6 +10,21 @@ from tritium.backend.front.structured_params import StructuredOutputs
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 RESPONSE_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+# vLLM's own object with all of its fields, as NVIDIA's OpenAI frontend sends it.
+OF_VLLM = {
+    "json": None,
+    "regex": "a",
+    "choice": None,
+    "grammar": None,
+    "json_object": None,
+    "disable_fallback": False,
+    "disable_any_whitespace": False,
+    "disable_additional_properties": False,
+    "whitespace_pattern": None,
+    "structural_tag": None,
+    "_backend": None,
+    "_backend_was_auto": False,
+}
 
 
 def demanded(**parameters) -> StructuredOutputs | None:
@@ -39,6 +54,8 @@ def refusal(**parameters) -> str:
         ({"guided_decoding": '{"choice": ["a"]}'}, ("choice", ("a",))),
         ({"guided_regex": "a", "guided_decoding_backend": "xgrammar"}, ("regex", "a")),
         ({"guided_json": SCHEMA}, ("json", json.dumps(SCHEMA))),
+        ({"structured_outputs": OF_VLLM}, ("regex", "a")),
+        ({"guided_decoding": json.dumps(OF_VLLM)}, ("regex", "a")),
         ({"response_format": RESPONSE_FORMAT}, ("json", json.dumps(SCHEMA))),
         ({"response_format": json.dumps(RESPONSE_FORMAT)}, ("json", json.dumps(SCHEMA))),
         ({"response_format": {"type": "json_object"}}, ("json_object", True)),

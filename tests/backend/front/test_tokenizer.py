@@ -1,6 +1,5 @@
 """SmolLM2's tokenizer: text to tokens and back, also one token at a time."""
 
-
 import pytest
 
 

@@ -117,6 +117,31 @@ def test_refused_tools(tools, choice, said):
     assert all(part in str(refused.value) for part in said), refused.value
 
 
+OF_VLLM = {"regex": "a+", "json": None, "_backend": None, "_backend_was_auto": False}
+
+
+@pytest.mark.parametrize("tools", ["", TOOLS])
+def test_choice_that_is_a_constraint(tools):
+    """As NVIDIA's OpenAI frontend sends it: vLLM's StructuredOutputsParams as JSON."""
+    parsed = parse_tools(tools, json.dumps(OF_VLLM))
+    assert parsed
+    assert parsed.functions == (json.loads(tools) if tools else [])
+    assert parsed.constraint
+    assert parsed.constraint.given_field == ("regex", "a+")
+
+
+def test_constraint_of_a_plain_prompt():
+    inputs = {"text_input": np.array([b"Hi"], dtype=object)}
+    constraint = parse(inputs, json.dumps({"tool_choice": json.dumps(OF_VLLM)})).constraint
+    assert constraint
+    assert constraint.given_field == ("regex", "a+")
+
+
+def test_choice_that_is_a_wrong_constraint():
+    with pytest.raises(InvalidArgument, match=r"^tool_choice: unknown field 'regexp'"):
+        parse_tools("", '{"regexp": "a"}')
+
+
 # -- in requests --
 
 
