@@ -145,6 +145,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @pass_context  # so that Jinja does not call it while it compiles
     def _finalize(self, _context: Context, value: Any) -> str:
+        if isinstance(value, str):
+            self.step(len(value))
+            return value
         self.step(_size(value))
         return str(value)
 

@@ -27,7 +27,8 @@ _OWN_NAMES = {
 }
 # Older and newer names of an answer's reasoning; templates read different ones.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_MARK = "CONTINUE_FROM_HERE "
+_MARKED = "CONTINUE_FROM_HERE"
+_MARK = f"{_MARKED} "
 _MAX_ERROR = 300
 
 
@@ -57,26 +58,57 @@ def render(
         )
     try:
         text = _render(_choose(templates, bool(tools)), special_tokens, chat, tools)
-        if tools and text == _render(_choose(templates, False), special_tokens, chat, None):
-            raise InvalidArgument("tools: this model's chat template does not support them")
         text.encode()
-        return text
     except InvalidArgument:
         raise
     except Exception as error:  # noqa: BLE001 -- a template may raise anything
         raise InvalidArgument(
             f"messages: the chat template refuses them: {str(error) or repr(error):.{_MAX_ERROR}}"
         ) from None
+    if tools and text == _without_tools(templates, special_tokens, chat):
+        raise InvalidArgument("tools: this model's chat template does not support them")
+    return text
+
+
+def _without_tools(
+    templates: str | dict[str, str], special_tokens: Mapping[str, str], chat: Chat
+) -> str | None:
+    """The text of the same conversation; None if the template can't do without tools."""
+    try:
+        return _render(_choose(templates, False), special_tokens, chat, None)
+    except Exception:  # noqa: BLE001 -- a template may raise anything
+        return None
 
 
 def after_answer(templates: Templates, special_tokens: Mapping[str, str]) -> str:
     """What the template writes after an answer that ends a conversation; "" if it is unknown."""
-    roles = ("user", "assistant")
-    chat = Chat([{"role": role, "content": _MARK.strip()} for role in roles], {}, False, False)
+    return _around_marks(templates, special_tokens, {"content": _MARKED})[-1]
+
+
+def inside_answer(templates: Templates, special_tokens: Mapping[str, str]) -> str:
+    """What the template writes between an answer's reasoning, its text and its calls of tools."""
+    call = {"name": _MARKED, "arguments": {}}
+    reasoning = {"reasoning": _MARKED}
+    calls = {"tool_calls": [{"type": "function", "id": "000000000", "function": call}]}
+    text = {"content": _MARKED}
+    shapes = (reasoning | text, text | calls, reasoning | calls | {"content": ""})
+    return "".join(
+        part
+        for message in shapes
+        for part in _around_marks(templates, special_tokens, message)[1:-1]
+    )
+
+
+def _around_marks(
+    templates: Templates, special_tokens: Mapping[str, str], answer: dict[str, Any]
+) -> list[str]:
+    """The text before, between and after the marks of an answer; one "" if it is unknown."""
+    messages = [{"role": "user", "content": "question"}, {"role": "assistant", **answer}]
     try:
-        return render(templates, special_tokens, chat).rpartition(_MARK.strip())[2]
+        text = render(templates, special_tokens, Chat(messages, {}, False, False))
     except InvalidArgument:
-        return ""
+        return [""]
+    return text.split(_MARKED) if _MARKED in text else [""]
 
 
 def _choose(templates: str | dict[str, str], has_tools: bool) -> str:
@@ -171,8 +203,7 @@ def _mark(message: dict[str, Any], source: str) -> str:
 
 def _cut(text: str, final: str) -> str:
     """A conversation up to the mark. A template that strips contents also strips before it."""
-    mark = _MARK.strip()
-    end = text.rfind(mark)
+    end = text.rfind(_MARKED)
     if end < 0 or final.strip() not in text:
         _refuse_to_continue("the chat template does not write the last message as it is")
     keeps_blanks = text.startswith(_MARK, end)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from tritium.backend.errors import InvalidArgument
-from tritium.backend.front.chat_template import after_answer
+from tritium.backend.front.chat_template import after_answer, inside_answer
 from tritium.backend.front.tokenizer import Tokenizer
 
 
@@ -51,6 +51,11 @@ class Vocabulary:
 
     def _end_of_turn(self) -> list[int]:
         tokenizer = self._tokenizer
-        text = after_answer(tokenizer.chat_template, tokenizer.special_tokens).lstrip()
-        first = tokenizer.encode_rendered(text)[:1]
-        return [i for i in first if tokenizer.is_special(i)]
+        template = tokenizer.chat_template, tokenizer.special_tokens
+        first = tokenizer.encode_rendered(after_answer(*template).lstrip())[:1]
+        inside = inside_answer(*template)  # a token that also stands there does not end an answer
+        return [
+            token_id
+            for token_id in first
+            if tokenizer.is_special(token_id) and tokenizer.decode_token(token_id) not in inside
+        ]

@@ -6,7 +6,7 @@ import pytest
 
 from tritium.backend.errors import InvalidArgument
 from tritium.backend.front.chat import Chat
-from tritium.backend.front.chat_template import after_answer, render
+from tritium.backend.front.chat_template import after_answer, inside_answer, render
 
 BOS, EOS = "<|im_start|>", "<|im_end|>"
 DEFAULT_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -91,6 +91,7 @@ def test_template_that_is_only_for_tools():
     templates = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
     assert text(templates, tools=[TOOL]) == "1 tools"
     assert text(templates) == "plain"
+    assert text("{{ tools | length }}", tools=[TOOL]) == "1"
     message = refusal({"rag": "x"})
     assert message == (
         "messages: none of this model's chat templates is named 'default'; it has rag"
@@ -245,9 +246,23 @@ def test_message_that_cannot_go_on(template, last, said):
         (CHATML, f"{EOS}\n"),
         (PARTS, "]"),
         ("{{ raise_exception('no') }}", ""),
-        ("nothing", "nothing"),
+        ("nothing", ""),
         (None, ""),
     ],
 )
 def test_text_after_an_answer(template, right):
     assert after_answer(template, {}) == right
+
+
+SEVERAL_MESSAGES = (
+    "{% set m = messages[1] %}"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}<|end|>{% endif %}"
+    "{% if m.content %}<text>{{ m.content }}<|end|>{% endif %}"
+    "{% for call in m.tool_calls %}<call>{{ call.function.name }}<|end|>{% endfor %}"
+)
+
+
+def test_text_inside_an_answer():
+    inside = inside_answer(SEVERAL_MESSAGES, {})
+    assert inside == "<|end|><text>" + "<|end|><call>" * 2
+    assert inside_answer(CHATML, {}) == ""

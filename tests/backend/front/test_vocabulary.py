@@ -16,6 +16,12 @@ from tritium.backend.front.vocabulary import Vocabulary
 EMBEDDING = 49152  # rows
 TOKENS = "with the ids 0 to 49151"
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+# The reasoning ends like the answer: this token does not end both.
+THINKS_BEFORE_IT_ANSWERS = (
+    "{% set m = messages[1] %}"
+    "{% if m.reasoning_content %}{{ m.reasoning_content }}<|im_end|>{% endif %}"
+    "{{ m.content }}<|im_end|>"
+)
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +165,7 @@ def test_tokens_that_only_the_model_has(tokenizer):
         ((0,), {"chat_template": "{{ messages[1].content }} <|im_start|>"}, {0, 1}),
         ((0,), {"chat_template": "{{ messages[1].content }}[PAD]"}, {0}),
         ((0,), {"chat_template": "{{ raise_exception('no') }}"}, {0}),
+        ((0,), {"chat_template": THINKS_BEFORE_IT_ANSWERS}, {0}),
     ],
 )
 def test_tokens_that_end_an_answer(tokenizer, tmp_path, configured, config, right):
