@@ -19,8 +19,8 @@ CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_e
 # The reasoning ends like the answer: this token does not end both.
 THINKS_BEFORE_IT_ANSWERS = (
     "{% set m = messages[1] %}"
-    "{% if m.reasoning_content %}{{ m.reasoning_content }}<|im_end|>{% endif %}"
-    "{{ m.content }}<|im_end|>"
+    "{% if m.reasoning_content %}{{ m.reasoning_content }}<|im_start|>{% endif %}"
+    "{{ m.content }}<|im_start|>"
 )
 
 
