@@ -2,7 +2,6 @@
 
 import pytest
 
-
 TEXTS = {
     "English": "The quick brown fox jumps over the lazy dog. It's 12:30!",
     "Chinese": "你好,世界。今天天气怎么样?",

@@ -11,6 +11,8 @@ from tokenizers import AddedToken
 
 from tests.texts import random_texts
 from tests.tokenizer_shapes import corpus, deepseek, gpt2, llama2, llama3, phi3, qwen2, save
+from tritium.backend.front.chat import Chat
+from tritium.backend.front.chat_template import render
 from tritium.backend.front.tokenizer import Tokenizer
 from tritium.backend.front.tokenizer_folder import load_folder
 
@@ -240,7 +242,8 @@ def test_chat_template_files(folder):
 def test_template_sees_the_special_tokens(folder):
     configure(folder, chat_template="{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
     tokenizer = Tokenizer(folder)
-    assert tokenizer.encode_chat(HI) == tokenizer.encode("<|begin_of_text|>Hi<|eot_id|>")
+    text = render(tokenizer.chat_template, tokenizer.special_tokens, Chat(HI, {}, True, False))
+    assert text == "<|begin_of_text|>Hi<|eot_id|>"
 
 
 # -- SentencePiece's own file --
