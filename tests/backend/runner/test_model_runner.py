@@ -42,6 +42,20 @@ def make_config(**changes) -> EngineConfig:
     return EngineConfig(**{**values, **changes})
 
 
+def test_tables_of_positions_are_as_long_as_the_longest_sequence() -> None:
+    """Not as long as the model's positions, which may be millions."""
+    hf_model = make_hf_model(LlamaConfig(**TINY | {"max_position_embeddings": 10_000_000}))
+    config = read_model_config(hf_model.config)
+    weights = [(name, weight.detach()) for name, weight in hf_model.named_parameters()]
+    model = DecoderModel(config, weights, torch.float32, torch.device("cpu"))
+    runner = ModelRunner(make_config(kv_cache_memory="16MiB"), model=model)
+    held = runner.num_blocks * runner.block_size
+    assert model.cos.shape == model.sin.shape == (1, held, 8)
+    assert held < 100_000
+    runner = ModelRunner(make_config(kv_cache_memory="16MiB", max_model_len=2000), model=model)
+    assert model.cos.shape[1] == runner.num_positions == 2000
+
+
 def generate(config: EngineConfig, runner: ModelRunner, **sampling) -> list[list[int]]:
     """Each prompt's answer; the lengths differ."""
     collector = Collector()
