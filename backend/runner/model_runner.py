@@ -350,7 +350,7 @@ def _check_batch_invariance(model: DecoderModel, kv_cache: KVCache) -> None:
 
 def _load_adapters(model: DecoderModel, config: EngineConfig) -> None:
     def base() -> Iterator[tuple[str, Tensor]]:
-        return load_weights(resolve(config.model), model.config.names.ignored)
+        return load_weights(resolve(config.model), model.config)
 
     for name, directory in config.lora_modules.items():
         try:

@@ -6,7 +6,6 @@ from tritium.backend.runner.models.architectures import read_model_config
 from tritium.backend.runner.models.config import ModelConfig
 from tritium.backend.runner.models.decoder import DecoderModel
 from tritium.backend.runner.models.loader import load_config, load_weights, resolve
-from tritium.backend.runner.models.quantized import dequantized
 
 __all__ = ["DecoderModel", "ModelConfig", "load_model", "read_model_config"]
 
@@ -33,7 +32,5 @@ def load_model(
     """
     path = resolve(model)
     config = load_config(path, max_model_len)
-    weights = load_weights(path, config.names.ignored, is_quantized=config.quantization is not None)
-    if config.quantization:
-        weights = dequantized(weights, config.quantization)
+    weights = load_weights(path, config)
     return DecoderModel(config, weights, dtype, device, batch_invariant, weight_bits)

@@ -176,9 +176,7 @@ class DecoderModel:
         }
 
         def named() -> Iterator[tuple[str, Tensor]]:
-            for stored_name, weight in base():
-                if (weight_name := self._name(stored_name)) is not None:
-                    yield weight_name, weight
+            return ((self._name(stored_name), weight) for stored_name, weight in base())
 
         adapter = read_adapter(directory, shapes, named)
         for part in linears:
@@ -195,7 +193,7 @@ class DecoderModel:
         tied_head = None
         for stored_name, weight in weights:
             name = self._name(stored_name)
-            if name is None or name.endswith("rotary_emb.inv_freq"):  # the config has it, too
+            if name.endswith("rotary_emb.inv_freq"):  # in old checkpoints; the config has it, too
                 continue
             if name == "lm_head.weight" and self.config.tie_word_embeddings:
                 tied_head = weight
@@ -224,12 +222,9 @@ class DecoderModel:
                 "another. If the checkpoint is right, set tie_word_embeddings to false."
             )
 
-    def _name(self, stored: str) -> str | None:
-        """A weight's name in a checkpoint of text alone; None if text does not need the weight."""
-        names = self.config.names
-        if stored.startswith(names.ignored):
-            return None
-        for beginning, here in names.renamed:
+    def _name(self, stored: str) -> str:
+        """A weight's name in a checkpoint of text alone."""
+        for beginning, here in self.config.names.renamed:
             if stored.startswith(beginning):
                 return here + stored.removeprefix(beginning)
         return stored

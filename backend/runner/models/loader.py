@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tritium.backend.runner.models.architectures import (
 )
 from tritium.backend.runner.models.config import ModelConfig
 from tritium.backend.runner.models.gguf_parts import part_paths
+from tritium.backend.runner.models.quantized import dequantized
 from tritium.backend.runner.models.safetensors_file import read_safetensors
 
 _PACKAGE = "package:"
@@ -92,17 +94,15 @@ def load_config(path: Path, max_model_len: int | None = None) -> ModelConfig:
     return config
 
 
-def load_weights(
-    path: Path, ignored: tuple[str, ...] = (), is_quantized: bool = False
-) -> Iterator[tuple[str, Tensor]]:
+def load_weights(path: Path, config: ModelConfig | None = None) -> Iterator[tuple[str, Tensor]]:
     """(name in transformers, tensor on the CPU) of each weight of a model that `resolve` found.
 
     One at a time, so that the whole checkpoint is never in memory next to the model. The dtype is
-    the file's; a GGUF file's quantized tensors are converted to float32.
+    the file's; quantised weights are converted to float32.
 
     Args:
-        ignored: Beginnings of the names of weights that are not read.
-        is_quantized: Whether the config says how quantised numbers are read.
+        config: The model's: it says which weights are not read, and how they are quantised. None:
+            all of them, not quantised.
 
     Raises:
         FileNotFoundError: a shard that the index names is missing.
@@ -113,8 +113,12 @@ def load_weights(
 
         yield from GGUFFile(path).weights()
         return
-    for shard in _shards(path):
-        yield from read_safetensors(shard, ignored, is_quantized)
+    ignored, quantization = (config.names.ignored, config.quantization) if config else ((), None)
+    is_quantized = quantization is not None
+    stored = chain.from_iterable(
+        read_safetensors(shard, ignored, is_quantized) for shard in _shards(path)
+    )
+    yield from dequantized(stored, quantization) if quantization else stored
 
 
 def _check_directory(path: Path) -> None:

@@ -3,6 +3,7 @@
 import builtins
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from tests.backend.test_files import POINTER
 from tritium.backend import hub
+from tritium.backend.runner.models.config import WeightNames
 from tritium.backend.runner.models.loader import load_config, load_weights, resolve
 
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
@@ -65,7 +67,8 @@ def test_the_whole_folder(folder: Path) -> None:
     weights = dict(load_weights(path))
     assert list(weights) == [WEIGHT, "model.norm.weight"]
     assert torch.equal(weights[WEIGHT], torch.ones(64, 64))
-    assert list(dict(load_weights(path, ignored=("model.layers.",)))) == ["model.norm.weight"]
+    config = replace(load_config(path), names=WeightNames(ignored=("model.layers.",)))
+    assert list(dict(load_weights(path, config))) == ["model.norm.weight"]
 
 
 def test_a_name_on_the_hub_is_downloaded_unless_there_is_a_folder(
