@@ -226,9 +226,11 @@ calls = st.lists(
     max_size=2,
 )
 roles = st.sampled_from(["user", "assistant", "system", "tool", "", "é", "\0"])
+parts = st.lists(objects({"type": st.just("text"), "text": texts}, odds=12), max_size=3)
+contents = texts | texts | parts
 messages = st.lists(
-    st.fixed_dictionaries({"role": roles, "content": texts})
-    | objects({"role": roles, "content": texts, "tool_calls": calls, "name": texts}, odds=6),
+    st.fixed_dictionaries({"role": roles, "content": contents})
+    | objects({"role": roles, "content": contents, "tool_calls": calls, "name": texts}, odds=6),
     min_size=1,
     max_size=3,
 )
@@ -250,6 +252,7 @@ TEXTS = {
     "messages": as_text(messages),
     "tools": as_text(tools),
     "tool_choice": choices | texts,
+    "chat_template_kwargs": as_text(st.dictionaries(names | st.just("enable_thinking"), values)),
     "sampling_parameters": as_text(sampling),
     "stop": words | texts,
     "image": texts,
@@ -273,7 +276,11 @@ def inputs(draw: st.DrawFn) -> dict[str, Any]:
         chosen |= draw(st.sets(st.sampled_from(sorted(TEXTS)), max_size=2))
     if draw(one_in(6)):
         chosen |= set(NUMBERS)
+    if "messages" in chosen and draw(one_in(4)):
+        chosen.add("chat_template_kwargs")
     flags = draw(st.sets(st.sampled_from(FLAGS), max_size=5))
+    if "messages" not in chosen and not draw(one_in(12)):
+        flags -= {"add_generation_prompt", "continue_final_message"}
     made = {name: draw((TEXTS | NUMBERS)[name]) for name in sorted(chosen)}
     return made | {name: draw(st.booleans()) for name in sorted(flags)}
 
