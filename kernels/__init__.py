@@ -5,12 +5,15 @@ CPU with AVX2 or AMX if it supports the tensors (`kernels/cpu`), and the PyTorch
 (`reference.py`). So no model code knows which one runs. Nothing here imports from `backend/`.
 """
 
+from operator import itemgetter
+
 import torch
 from torch import Tensor
 
 from tritium.kernels import cpu, reference
 from tritium.kernels.cpu import Arena, PackedWeight
 from tritium.kernels.metadata import AttentionMetadata, KVCache
+from tritium.kernels.quantized_weight import QuantizedWeight, StoredWeight, as_tensor
 from tritium.kernels.sampling_tensors import SamplingTensors
 
 __all__ = [
@@ -18,13 +21,17 @@ __all__ = [
     "AttentionMetadata",
     "KVCache",
     "PackedExperts",
+    "PackedLinear",
     "PackedWeight",
+    "QuantizedWeight",
     "SamplingTensors",
+    "StoredWeight",
     "activate",
     "add_bias",
     "add_rms_norm",
     "apply_mask",
     "apply_penalties",
+    "as_tensor",
     "attention",
     "bind_threads",
     "experts",
@@ -38,14 +45,16 @@ __all__ = [
 
 bind_threads = cpu.bind_threads
 
-# The weights of all experts: one tensor on CUDA, elsewhere each in the layout of `linear`.
-PackedExperts = Tensor | tuple[Tensor | PackedWeight, ...]
+# What `linear` reads: with a `QuantizedWeight`, only on CUDA.
+PackedLinear = StoredWeight | PackedWeight
+# The weights of all experts: together on CUDA, elsewhere each in the layout of `linear`.
+PackedExperts = StoredWeight | list[PackedLinear]
 
 
-def pack_linear(
-    weight: Tensor, bits: int = 16, arena: Arena | None = None
-) -> Tensor | PackedWeight:
+def pack_linear(weight: StoredWeight, bits: int = 16, arena: Arena | None = None) -> PackedLinear:
     """A weight [out_features, in_features] in the layout that only `linear` reads.
+
+    A quantised weight of `bits` or fewer stays as it is stored where there is code for its form.
 
     Args:
         bits: 8 or 4 round the weight to that many bits. Only for bfloat16 on a CPU with AVX2.
@@ -54,6 +63,12 @@ def pack_linear(
     Raises:
         ValueError: this weight can't be rounded to 8 or 4 bits on this machine.
     """
+    if isinstance(weight, QuantizedWeight):
+        if _stays_on_cuda(weight, bits):
+            return weight
+        if weight.bits <= bits and cpu.supports_quantized(weight):
+            return cpu.pack_quantized(weight, arena)
+        weight = weight.dequantize()
     if cpu.supports_packing(weight):
         return cpu.pack(weight, bits, arena)
     if bits < 16:
@@ -66,7 +81,7 @@ def pack_linear(
 
 def linear(
     x: Tensor,  # [num_tokens, in_features]
-    weight: Tensor | PackedWeight,  # [out_features, in_features], or from `pack_linear`
+    weight: PackedLinear,  # [out_features, in_features]; see `pack_linear`
     bias: Tensor | None = None,  # [out_features]
     dtype: torch.dtype | None = None,  # of the result; None: the dtype of `x`
     batch_invariant: bool = False,
@@ -78,21 +93,37 @@ def linear(
     """
     if isinstance(weight, PackedWeight):
         return cpu.linear(x, weight, bias, dtype or x.dtype)
-    if x.is_cuda and batch_invariant:
+    if isinstance(weight, QuantizedWeight) or (x.is_cuda and batch_invariant):
         from tritium.kernels.cuda.matmul import matmul
 
         return matmul(x, weight, bias, dtype)
     return reference.linear(x, weight, bias).to(dtype or x.dtype)
 
 
-def pack_experts(weight: Tensor, bits: int = 16, arena: Arena | None = None) -> PackedExperts:
+def pack_experts(weight: StoredWeight, bits: int = 16, arena: Arena | None = None) -> PackedExperts:
     """Weights [num_experts, out_features, in_features] in the layout that only `experts` reads.
 
     Args and errors: as those of `pack_linear`.
     """
+    if isinstance(weight, QuantizedWeight):
+        if _stays_on_cuda(weight, bits):
+            return weight
+        experts = [weight.map(itemgetter(i)) for i in range(weight.shape[0])]
+        if not weight.values.is_cuda:
+            return [pack_linear(expert, bits, arena) for expert in experts]
+        weight = torch.stack([one.dequantize() for one in experts])
     if weight.is_cuda and bits == 16:
         return weight
-    return tuple(pack_linear(expert, bits, arena) for expert in weight)
+    return [pack_linear(expert, bits, arena) for expert in weight]
+
+
+def _stays_on_cuda(weight: QuantizedWeight, bits: int) -> bool:
+    """Whether a weight is on CUDA, and computed there as it is stored."""
+    if not weight.values.is_cuda or weight.bits > bits:
+        return False
+    from tritium.kernels.cuda.weights import supports
+
+    return supports(weight)
 
 
 def experts(
@@ -111,11 +142,12 @@ def experts(
     Args:
         batch_invariant: On CUDA, whether a token's result must not depend on the number of tokens.
     """
-    if isinstance(gate_up, Tensor):
+    if not isinstance(gate_up, list):
         from tritium.kernels.cuda.experts import experts as on_cuda
 
-        assert isinstance(down, Tensor)
+        assert not isinstance(down, list)
         return on_cuda(x, expert_ids, weights, gate_up, down, activation, batch_invariant)
+    assert isinstance(down, list)
     out = torch.zeros_like(x, dtype=torch.float32)
     for expert, tokens, weight in reference.tokens_of_experts(expert_ids, weights):
         hidden = activate(linear(x[tokens], gate_up[expert]), activation)

@@ -19,7 +19,7 @@ from tritium.backend.runner.cuda_graphs import DecodeGraphs
 from tritium.backend.runner.models import DecoderModel, load_model
 from tritium.backend.runner.models.loader import load_weights, resolve
 from tritium.backend.runner.sampler import Sampled, Sampler, grammar_masks, score
-from tritium.kernels import AttentionMetadata, KVCache, bind_threads, cpu
+from tritium.kernels import AttentionMetadata, KVCache, StoredWeight, bind_threads, cpu
 
 # Shares of the free memory. On a CPU other processes need memory, too.
 _SHARES = {"cuda": 0.9, "cpu": 0.5}
@@ -349,7 +349,7 @@ def _check_batch_invariance(model: DecoderModel, kv_cache: KVCache) -> None:
 
 
 def _load_adapters(model: DecoderModel, config: EngineConfig) -> None:
-    def base() -> Iterator[tuple[str, Tensor]]:
+    def base() -> Iterator[tuple[str, StoredWeight]]:
         return load_weights(resolve(config.model), model.config)
 
     for name, directory in config.lora_modules.items():

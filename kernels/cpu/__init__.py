@@ -27,10 +27,11 @@ from tritium.kernels.cpu.support import (
     supports_attention,
     supports_cache,
     supports_packing,
+    supports_quantized,
     supports_rows,
     supports_sampling,
 )
-from tritium.kernels.cpu.weights import Arena, PackedWeight, pack
+from tritium.kernels.cpu.weights import Arena, PackedWeight, pack, pack_quantized
 
 __all__ = [
     "Arena",
@@ -45,12 +46,14 @@ __all__ = [
     "library",
     "linear",
     "pack",
+    "pack_quantized",
     "rms_norm",
     "rope_and_cache",
     "sample",
     "supports_attention",
     "supports_cache",
     "supports_packing",
+    "supports_quantized",
     "supports_rows",
     "supports_sampling",
 ]

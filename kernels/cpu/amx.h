@@ -102,16 +102,43 @@ static void unpack4(const uint8_t *tile, const uint16_t *scales, bf16 *out)
     }
 }
 
+/* scales: 256 times the factors. */
+static void unpack_fp8(const uint8_t *tile, const float *scales, bf16 *out)
+{
+    const __m512i firsts = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    const __m512i lasts = _mm512_add_epi32(firsts, _mm512_set1_epi32(ROWS / 2));
+    const __m512 scale = _mm512_load_ps(scales);
+    const __m512 first_scale = _mm512_permutexvar_ps(firsts, scale);
+    const __m512 last_scale = _mm512_permutexvar_ps(lasts, scale);
+    const __m512i signs = _mm512_set1_epi16((int16_t)0x8000), rest = _mm512_set1_epi16(0x3f80);
+    for (int i = 0; i < TILE; i += PAIRS) {
+        const __m512i number = _mm512_slli_epi16(
+            _mm512_cvtepu8_epi16(_mm256_load_si256((const __m256i *)(tile + i))), 8);
+        const __m512i half_floats = _mm512_or_si512(
+            _mm512_and_si512(number, signs), _mm512_and_si512(_mm512_srli_epi16(number, 1), rest));
+        const __m512 first =
+            _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(half_floats)), first_scale);
+        const __m512 last =
+            _mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(half_floats, 1)), last_scale);
+        _mm512_store_si512(out + i, (__m512i)_mm512_cvtne2ps_pbh(last, first));
+    }
+}
+
 /* Tile `i` of a weight as bf16: in the weight itself, or unpacked to `room`. */
 static const bf16 *tile_of(const struct weight *w, int64_t i, bf16 *room, int is_unpacked)
 {
-    if (w->bits == 16)
+    if (w->form == BF16)
         return (const bf16 *)w->values + i * TILE;
-    if (!is_unpacked && w->bits == 8)
+    if (is_unpacked)
+        return room;
+    if (w->form == INT8)
         unpack8((const int8_t *)w->values + i * TILE, room);
-    else if (!is_unpacked)
+    else if (w->form == INT4)
         unpack4((const uint8_t *)w->values + i * TILE / 2,
                 (const uint16_t *)w->scales + i * 2 * ROWS, room);
+    else
+        unpack_fp8((const uint8_t *)w->values + i * TILE, (const float *)w->scales + i * ROWS,
+                   room);
     return room;
 }
 
@@ -132,7 +159,8 @@ static void store_row(void *out, int is_float, int64_t offset, __m512 x, const b
 void linear(const bf16 *x, const struct weight *weight, const bf16 *bias, void *out, int is_float,
             int64_t m, int64_t k, int64_t n)
 {
-    const int64_t columns = n / ROWS, tiles = k / PAIRS, tile_bytes = TILE * weight->bits / 8;
+    const int64_t columns = n / ROWS, tiles = k / PAIRS;
+    const int64_t tile_bytes = TILE * bits_of(weight->form) / 8;
     /* Many rows are first laid out in tiles, like the weight, as each column reads them. */
     bf16 *const packed =
         m > 2 * ROWS ? aligned_alloc(64, (m + ROWS - 1) / ROWS * ROWS * k * sizeof(bf16)) : NULL;
@@ -147,7 +175,7 @@ void linear(const bf16 *x, const struct weight *weight, const bf16 *bias, void *
                            x + row * k + i, ROW_BYTES);
         }
         bf16 *const room =
-            weight->bits < 16 ? aligned_alloc(64, 2 * tiles * TILE * sizeof(bf16)) : NULL;
+            weight->form != BF16 ? aligned_alloc(64, 2 * tiles * TILE * sizeof(bf16)) : NULL;
         float sums[4][ROWS * ROWS] __attribute__((aligned(64)));
         int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
         int64_t first = columns * thread / num_threads;
@@ -192,7 +220,7 @@ void linear(const bf16 *x, const struct weight *weight, const bf16 *bias, void *
                 for (int side = 0; side <= two; side++) {
                     const int64_t at = (column + side) * ROWS;
                     const bf16 *column_bias = bias ? bias + at : NULL;
-                    const __m512 scale = weight->bits == 8
+                    const __m512 scale = weight->form == INT8
                         ? _mm512_loadu_ps((const float *)weight->scales + at) : _mm512_set1_ps(1);
                     for (int i = 0; i < upper + lower; i++) {
                         const float *sum = sums[2 * (i / ROWS) + side] + i % ROWS * ROWS;

@@ -112,19 +112,44 @@ INLINE struct pairs read4(const uint8_t *row, const __m256 scales[4])
     return w;
 }
 
-INLINE const char *row_of(const struct weight *weight, int bits, int64_t row)
+/* scales: two registers, 256 times the factors. */
+INLINE struct pairs read_fp8(const uint8_t *row, const float *scales)
 {
-    return (const char *)weight->values + row * ROW_BYTES * bits / 16;
+    const __m256i both = _mm256_load_si256((const __m256i *)row);
+    const __m256i signs = _mm256_set1_epi16((int16_t)0x8000), rest = _mm256_set1_epi16(0x3f80);
+    struct pairs w;
+    for (int i = 0; i < 2; i++) {
+        const __m256i number = i ? both : _mm256_slli_epi16(both, 8);
+        const __m256i half_floats = _mm256_or_si256(
+            _mm256_and_si256(number, signs), _mm256_and_si256(_mm256_srli_epi16(number, 1), rest));
+        const __m128i halves[2] = {_mm256_castsi256_si128(half_floats),
+                                   _mm256_extracti128_si256(half_floats, 1)};
+        for (int half = 0; half < 2; half++) {
+            const __m256 exact = _mm256_mul_ps(_mm256_cvtph_ps(halves[half]),
+                                               _mm256_load_ps(scales + half * WIDTH));
+            w.of[i][half] = _mm256_castsi256_ps(
+                _mm256_and_si256(rounded(exact), _mm256_set1_epi32((int32_t)0xffff0000)));
+        }
+    }
+    return w;
 }
 
-/* Row `row` of all rows of the tiles. `bits` is known at compile time. */
-INLINE struct pairs read_row(const struct weight *weight, int bits, int64_t row)
+INLINE const char *row_of(const struct weight *weight, int form, int64_t row)
 {
-    const char *values = row_of(weight, bits, row);
-    if (bits == 16)
+    return (const char *)weight->values + row * ROW_BYTES * bits_of(form) / 16;
+}
+
+/* Row `row` of all rows of the tiles. `form` is known at compile time. */
+INLINE struct pairs read_row(const struct weight *weight, int form, int64_t row)
+{
+    const char *values = row_of(weight, form, row);
+    if (form == BF16)
         return read16((const bf16 *)values);
-    if (bits == 8)
+    if (form == INT8)
         return read8((const int8_t *)values);
+    if (form == FP8)
+        return read_fp8((const uint8_t *)values,
+                        (const float *)weight->scales + row / ROWS * ROWS);
     const uint16_t *scale = (const uint16_t *)weight->scales + row / ROWS * 2 * ROWS;
     __m256 scales[4];
     for (int i = 0; i < 4; i++)
@@ -135,10 +160,10 @@ INLINE struct pairs read_row(const struct weight *weight, int bits, int64_t row)
 /* sums [num_columns, num_rows, 16]: the products of a few rows of x [num_rows, k] with
  * num_columns * 16 columns of the weight, from 16 * column on.
  *
- * `bits`, `num_rows` and `num_columns` are known at compile time. Here and in `multiply_many` every
+ * `form`, `num_rows` and `num_columns` are known at compile time. Here and in `multiply_many` every
  * sum is in the order of k, whatever else is computed with it.
  */
-INLINE void multiply_few(const float *x, const struct weight *weight, int bits, int num_rows,
+INLINE void multiply_few(const float *x, const struct weight *weight, int form, int num_rows,
                          int num_columns, int64_t column, int64_t k, float *sums)
 {
     __m256 own[FEW][2]; /* in registers, as to the compiler `sums` might overlap x */
@@ -148,9 +173,9 @@ INLINE void multiply_few(const float *x, const struct weight *weight, int bits, 
         for (int j = 0; j < ROWS; j++) {
             for (int c = 0; c < num_columns; c++) {
                 const int64_t row = (column + c) * (k / 2) + tile * ROWS + j;
-                const struct pairs w = read_row(weight, bits, row);
-                if (bits == 16)
-                    _mm_prefetch(row_of(weight, bits, row + ROWS_AHEAD), _MM_HINT_T0);
+                const struct pairs w = read_row(weight, form, row);
+                if (form == BF16)
+                    _mm_prefetch(row_of(weight, form, row + ROWS_AHEAD), _MM_HINT_T0);
                 for (int i = 0; i < 2; i++) {
                     for (int r = 0; r < num_rows; r++) {
                         const __m256 a = _mm256_broadcast_ss(x + r * k + tile * PAIRS + 2 * j + i);
@@ -191,7 +216,7 @@ INLINE void add_products(const float *x, const float *panel, int num_rows, int64
 /* sums [m, 16]: the products of rows of x [m, k] with 16 of the weight's columns, which are converted
  * to float32 once for all rows.
  */
-INLINE void multiply_many(const float *x, const struct weight *weight, int bits, int64_t m,
+INLINE void multiply_many(const float *x, const struct weight *weight, int form, int64_t m,
                           int64_t column, int64_t k, float *sums)
 {
     float panel[DEPTH][ROWS] __attribute__((aligned(64)));
@@ -199,17 +224,18 @@ INLINE void multiply_many(const float *x, const struct weight *weight, int bits,
     for (int64_t begin = 0, depth; begin < k; begin += depth) {
         depth = MIN(DEPTH, k - begin);
         for (int64_t i = 0; i < depth; i += 2) {
-            const struct pairs w = read_row(weight, bits, (column * k + begin + i) / 2);
+            const struct pairs w = read_row(weight, form, (column * k + begin + i) / 2);
             for (int j = 0; j < 2; j++) {
                 _mm256_store_ps(panel[i + j], w.of[j][0]);
                 _mm256_store_ps(panel[i + j] + WIDTH, w.of[j][1]);
             }
         }
-        const char *next = row_of(weight, bits, (column * k + begin + depth) / 2);
+        const char *next = row_of(weight, form, (column * k + begin + depth) / 2);
         for (int64_t row = 0, rows; row < m; row += rows) {
             const int64_t groups = (m - row + AT_ONCE - 1) / AT_ONCE; /* of similar sizes */
             rows = (m - row + groups - 1) / groups;
-            const int64_t lines = depth * bits / 32; /* of the next panel, divided among the groups */
+            /* of the next panel, divided among the groups */
+            const int64_t lines = depth * bits_of(form) / 32;
             for (int64_t line = row * lines / m; line < (row + rows) * lines / m; line++)
                 _mm_prefetch(next + line * 64, _MM_HINT_T1);
             const float *from = x + row * k + begin;
@@ -230,29 +256,29 @@ INLINE void multiply_many(const float *x, const struct weight *weight, int bits,
  *
  * Returns `columns`, at most max_columns.
  */
-INLINE int64_t multiply_bits(const float *x, const struct weight *weight, int bits, int64_t m,
+INLINE int64_t multiply_form(const float *x, const struct weight *weight, int form, int64_t m,
                              int64_t column, int64_t max_columns, int64_t k, float *sums)
 {
     if (m == 1 && max_columns >= 4) {
-        multiply_few(x, weight, bits, 1, 4, column, k, sums);
+        multiply_few(x, weight, form, 1, 4, column, k, sums);
         return 4;
     }
     if (m == 2 && max_columns >= 2) {
-        multiply_few(x, weight, bits, 2, 2, column, k, sums);
+        multiply_few(x, weight, form, 2, 2, column, k, sums);
         return 2;
     }
-    if (m > (bits == 16 ? 3 * FEW : FEW)) { /* one conversion to float32 is then less work */
-        multiply_many(x, weight, bits, m, column, k, sums);
+    if (m > (form == BF16 ? 3 * FEW : FEW)) { /* one conversion to float32 is then less work */
+        multiply_many(x, weight, form, m, column, k, sums);
         return 1;
     }
     for (int64_t row = 0; row < m; row += FEW) {
         const float *from = x + row * k;
         float *to = sums + row * ROWS;
         switch (m - row) {
-        case 1: multiply_few(from, weight, bits, 1, 1, column, k, to); break;
-        case 2: multiply_few(from, weight, bits, 2, 1, column, k, to); break;
-        case 3: multiply_few(from, weight, bits, 3, 1, column, k, to); break;
-        default: multiply_few(from, weight, bits, FEW, 1, column, k, to);
+        case 1: multiply_few(from, weight, form, 1, 1, column, k, to); break;
+        case 2: multiply_few(from, weight, form, 2, 1, column, k, to); break;
+        case 3: multiply_few(from, weight, form, 3, 1, column, k, to); break;
+        default: multiply_few(from, weight, form, FEW, 1, column, k, to);
         }
     }
     return 1;
@@ -261,10 +287,11 @@ INLINE int64_t multiply_bits(const float *x, const struct weight *weight, int bi
 static int64_t multiply(const float *x, const struct weight *weight, int64_t m, int64_t column,
                         int64_t max_columns, int64_t k, float *sums)
 {
-    switch (weight->bits) {
-    case 16: return multiply_bits(x, weight, 16, m, column, max_columns, k, sums);
-    case 8: return multiply_bits(x, weight, 8, m, column, max_columns, k, sums);
-    default: return multiply_bits(x, weight, 4, m, column, max_columns, k, sums);
+    switch (weight->form) {
+    case BF16: return multiply_form(x, weight, BF16, m, column, max_columns, k, sums);
+    case INT8: return multiply_form(x, weight, INT8, m, column, max_columns, k, sums);
+    case INT4: return multiply_form(x, weight, INT4, m, column, max_columns, k, sums);
+    default: return multiply_form(x, weight, FP8, m, column, max_columns, k, sums);
     }
 }
 
@@ -297,7 +324,7 @@ void linear(const bf16 *x, const struct weight *weight, const bf16 *bias, void *
                         for (int64_t at = column * ROWS; at < (column + 1) * ROWS; at += WIDTH) {
                             __m256 sum = _mm256_load_ps(from);
                             from += WIDTH;
-                            if (weight->bits == 8)
+                            if (weight->form == INT8)
                                 sum = _mm256_mul_ps(
                                     sum, _mm256_loadu_ps((const float *)weight->scales + at));
                             if (bias)

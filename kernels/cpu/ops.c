@@ -69,16 +69,25 @@ void bind_threads(void)
 
 /* -- what depends on the processor -- */
 
+enum form { BF16, INT8, INT4, FP8 };
+
 /* [n, k], laid out as [n / 16, k / 2, 16, 2]: a tile is 32 of k for 16 of n.
- * 16 bits: bf16.
- *  8 bits: int8, and scales [n] float.
- *  4 bits: a tile's row is 16 bytes; the lower halves are its first 16 values, the upper halves its
- *          last 16. scales [n / 16, k / 32, 2, 16] fp16: a factor, then a summand.
+ * BF16: no scales.
+ * INT8: scales [n] float.
+ * INT4: a tile's row is 16 bytes; the lower halves are its first 16 values, the upper halves its
+ *       last 16. scales [n / 16, k / 32, 2, 16] fp16: a factor, then a summand.
+ * FP8:  e4m3. scales [n / 16, k / 32, 16] float: 256 times the factor, as an e4m3
+ *       number is read as fp16, whose exponents are 8 less.
  */
 struct weight {
     const void *values, *scales;
-    int64_t bits;
+    int64_t form;
 };
+
+static inline int bits_of(int form)
+{
+    return form == BF16 ? 16 : form == INT4 ? 4 : 8;
+}
 
 struct attention {
     const bf16 *q;           /* [num_tokens, num_heads, dim] */

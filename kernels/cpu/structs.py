@@ -3,11 +3,13 @@
 import ctypes
 from typing import Any
 
+import torch
 from torch import Tensor
 
 TILE_ROWS = 16  # ROWS
 TILE_PAIRS = 32  # PAIRS: bfloat16 numbers in a row of a tile
 MAX_DIM = 256  # of a head
+FORMS = (torch.bfloat16, torch.int8, torch.uint8, torch.float8_e4m3fn)  # enum form: of values
 ACTIVATIONS = ("silu", "gelu_tanh", "relu2")  # enum activation
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -35,7 +37,7 @@ class Attention(ctypes.Structure):
 class Weight(ctypes.Structure):
     """struct weight"""
 
-    _fields_ = [*_fields(_POINTER, "values scales"), ("bits", _INT)]
+    _fields_ = [*_fields(_POINTER, "values scales"), ("form", _INT)]
 
 
 class Linear(ctypes.Structure):

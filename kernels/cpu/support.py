@@ -6,6 +6,7 @@ from torch import Tensor
 from tritium.kernels.cpu import build
 from tritium.kernels.cpu.structs import MAX_DIM, TILE_PAIRS, TILE_ROWS
 from tritium.kernels.metadata import KVCache
+from tritium.kernels.quantized_weight import QuantizedWeight
 
 
 def supports_rows(x: Tensor) -> bool:
@@ -21,6 +22,20 @@ def supports_rows(x: Tensor) -> bool:
 def supports_packing(weight: Tensor) -> bool:
     """Whether `pack` supports this weight [out_features, in_features]."""
     return supports_rows(weight)
+
+
+def supports_quantized(weight: QuantizedWeight) -> bool:
+    """Whether `pack_quantized` supports this weight [out_features, in_features]."""
+    x = torch.empty(0, weight.shape[-1], dtype=weight.dtype, device=weight.values.device)
+    return supports_rows(x) and weight.group_size % TILE_PAIRS == 0 and _fits_float16(weight)
+
+
+def _fits_float16(weight: QuantizedWeight) -> bool:
+    """Whether scales and zero * scale of 4 bits fit float16."""
+    if weight.zeros is None:
+        return True
+    largest = weight.scales.float().abs().max() * weight.zeros.max().clamp(min=1)
+    return bool(largest <= torch.finfo(torch.float16).max)
 
 
 def supports_cache(x: Tensor, kv_cache: KVCache) -> bool:

@@ -38,6 +38,7 @@ from tritium.kernels.cuda.paged_attention import paged_attention
 from tritium.kernels.cuda.rope_cache import rope_and_cache
 from tritium.kernels.cuda.sampling import sample
 from tritium.kernels.metadata import AttentionMetadata, KVCache
+from tritium.kernels.quantized_weight import QuantizedWeight, StoredWeight
 from tritium.kernels.sampling_tensors import SamplingTensors
 
 AMPERE, ADA, HOPPER = 80, 89, 90
@@ -133,6 +134,11 @@ def quantised_variants(name: str, dtype: torch.dtype) -> Iterator[tuple[str, Lau
     yield f"decode-128-{name}", partial(decode, LLAMA, splits=1, cache_dtype=dtype)
     yield f"decode-128-{name}-split", partial(decode, LLAMA, splits=16, cache_dtype=dtype)
     yield f"rope-128-{name}", partial(rope, LLAMA, cache_dtype=dtype)
+    bits = 4 if name == "int8" else 8
+    weights = "int4" if bits == 4 else name
+    yield f"matmul-4096-{weights}", partial(product, 4096, bits=bits)
+    yield f"experts-2048-{weights}-short", partial(mixture, num_tokens=2, bits=bits)
+    yield f"experts-2048-{weights}", partial(mixture, num_tokens=2048, bits=bits)
 
 
 def other_variants() -> Iterator[tuple[str, Launch]]:
@@ -220,13 +226,14 @@ def norm(size: int, add: bool) -> None:
     rms_norm(empty(2, size), weight, 1e-5, empty(2, size) if add else None)
 
 
-def mixture(num_tokens: int, num_experts: int = 16, hidden: int = 2048, size: int = 768) -> None:
+def mixture(num_tokens: int, bits: int = 16) -> None:
+    num_experts, hidden, size = 16, 2048, 768
     experts(
         empty(num_tokens, hidden),
         empty(num_tokens, 8, dtype=torch.int64).zero_(),  # read by PyTorch, too
         empty(num_tokens, 8, dtype=torch.float32),
-        empty(num_experts, 2 * size, hidden),
-        empty(num_experts, hidden, size),
+        weights((num_experts, 2 * size, hidden), bits),
+        weights((num_experts, hidden, size), bits),
         "silu",
     )
 
@@ -236,9 +243,25 @@ def product(
     dtype: torch.dtype = torch.bfloat16,
     bias: bool = False,
     out_dtype: torch.dtype | None = None,
+    bits: int = 16,
 ) -> None:
-    x, weight = empty(2, size, dtype=dtype), empty(2 * size, size, dtype=dtype)
+    x, weight = empty(2, size, dtype=dtype), weights((2 * size, size), bits, dtype)
     matmul(x, weight, empty(2 * size, dtype=dtype) if bias else None, out_dtype)
+
+
+def weights(
+    shape: tuple[int, ...], bits: int = 16, dtype: torch.dtype = torch.bfloat16
+) -> StoredWeight:
+    """8 bits: FP8 in blocks; 4 bits: groups as AWQ and GPTQ make them."""
+    if bits == 16:
+        return empty(*shape, dtype=dtype)
+    groups = (*shape[:-1], shape[-1] // 128)
+    if bits == 8:
+        values, scales = empty(*shape, dtype=torch.float8_e4m3fn), empty(*groups, dtype=torch.float)
+        return QuantizedWeight(values, scales, None, 128, dtype)
+    values = empty(*shape[:-1], shape[-1] // 2, dtype=torch.uint8)
+    scales, zeros = empty(*groups, dtype=torch.float16), empty(*groups, dtype=torch.uint8)
+    return QuantizedWeight(values, scales, zeros, 128, dtype)
 
 
 def draw(filtered: bool) -> None:

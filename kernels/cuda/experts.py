@@ -8,13 +8,17 @@ from torch import Tensor
 from tritium.kernels.cuda.activation import activate
 from tritium.kernels.cuda.launch import FLOATS, check, check_dot
 from tritium.kernels.cuda.segments import find_segment
+from tritium.kernels.cuda.weights import arguments, load_weight
+from tritium.kernels.quantized_weight import StoredWeight
 
 
 # A pair is a token and one of its experts. The numbers of pairs and experts are not specialised on.
 @triton.jit(do_not_specialize=["num_experts"])
 def _grouped_matmul(
     x_ptr,  # [num_pairs / PAIRS_PER_ROW, in_features]
-    weight_ptr,  # [num_experts, out_features, in_features]
+    weight_ptr,  # [num_experts, out_features, in_features]; see `load_weight`
+    scales_ptr,
+    zeros_ptr,
     factors_ptr,  # [num_pairs] float32; None: 1
     order_ptr,  # [num_pairs] int64: the pairs, those of each expert together
     starts_ptr,  # [num_experts + 1] int32: expert e has the pairs order[starts[e]:starts[e + 1]]
@@ -22,6 +26,7 @@ def _grouped_matmul(
     num_experts,
     out_features,
     in_features,
+    group_size,
     PAIRS_PER_ROW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -48,14 +53,23 @@ def _grouped_matmul(
     x_ptrs = x_ptr + (pair // PAIRS_PER_ROW)[:, None] * in_features + k[None, :]
     # int64: the experts together have more numbers than int32 counts
     row = expert.to(tl.int64) * out_features + tl.minimum(column, out_features - 1)  # [BLOCK_N]
-    weight_ptrs = weight_ptr + row[:, None] * in_features + k[None, :]  # [BLOCK_N, BLOCK_K]
 
     # -- multiply --
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for begin in range(0, in_features, BLOCK_K):
         in_row = (k < in_features - begin)[None, :]  # [1, BLOCK_K]
         x = tl.load(x_ptrs + begin, mask=in_row, other=0.0)  # [BLOCK_M, BLOCK_K]
-        weight = tl.load(weight_ptrs + begin, mask=in_row, other=0.0)  # [BLOCK_N, BLOCK_K]
+        weight = load_weight(
+            weight_ptr,
+            scales_ptr,
+            zeros_ptr,
+            row,
+            begin,
+            in_features,
+            group_size,
+            x.dtype,
+            BLOCK_K,
+        )  # [BLOCK_N, BLOCK_K]
         acc = tl.dot(x, weight.T, acc, input_precision="ieee")
 
     # -- store --
@@ -70,8 +84,8 @@ def experts(
     x: Tensor,  # [num_tokens, hidden]
     expert_ids: Tensor,  # [num_tokens, k] int64
     weights: Tensor,  # [num_tokens, k] float32
-    gate_up: Tensor,  # [num_experts, 2 * size, hidden]
-    down: Tensor,  # [num_experts, hidden, size]
+    gate_up: StoredWeight,  # [num_experts, 2 * size, hidden]
+    down: StoredWeight,  # [num_experts, hidden, size]
     activation: str,
     batch_invariant: bool = False,
 ) -> Tensor:
@@ -80,15 +94,15 @@ def experts(
     The launches depend only on the shapes, never on values on the device.
     """
     num_tokens, hidden = x.shape
-    num_experts, size = len(gate_up), down.shape[2]
+    num_experts, _, size = down.shape
     num_per_token = expert_ids.shape[1]
 
     assert x.dtype in FLOATS
     check(x, (num_tokens, hidden), x.dtype, x)
     check(x, (num_tokens, num_per_token), torch.int64, expert_ids)
     check(x, (num_tokens, num_per_token), torch.float32, weights)
-    check(x, (num_experts, 2 * size, hidden), x.dtype, gate_up)
-    check(x, (num_experts, hidden, size), x.dtype, down)
+    assert gate_up.shape == (num_experts, 2 * size, hidden)
+    assert down.shape == (num_experts, hidden, size)
     check_dot(x.dtype)
 
     ids = expert_ids.flatten()
@@ -110,7 +124,7 @@ def experts(
 
 def _grouped(
     x: Tensor,  # [num_rows, in_features]
-    weight: Tensor,  # [num_experts, out_features, in_features]
+    weight: StoredWeight,  # [num_experts, out_features, in_features]
     factors: Tensor | None,  # [num_pairs] float32
     order: Tensor,  # [num_pairs] int64
     starts: Tensor,  # [num_experts + 1] int32
@@ -120,11 +134,12 @@ def _grouped(
     """See `_grouped_matmul`. [num_pairs, out_features]"""
     num_pairs, (num_experts, out_features, in_features) = len(order), weight.shape
     block_n, block_k = (64, 64) if x.dtype != torch.float32 else (32, 32)
+    weights, group_size, block_k = arguments(x, weight, block_k)
     out = x.new_empty((num_pairs, out_features), dtype=dtype)
     grid = (triton.cdiv(out_features, block_n), num_pairs // block_m + num_experts)
     _grouped_matmul[grid](
         x,
-        weight,
+        *weights,
         factors,
         order,
         starts,
@@ -132,6 +147,7 @@ def _grouped(
         num_experts,
         out_features,
         in_features,
+        group_size,
         PAIRS_PER_ROW=num_pairs // len(x),
         BLOCK_M=block_m,
         BLOCK_N=block_n,

@@ -1,6 +1,7 @@
 """Batch-invariant matrix product: a row's result is bit-identical for any number of rows.
 
-cuBLAS, which picks a kernel by the number of rows, is usually faster.
+cuBLAS, which picks a kernel by the number of rows, is usually faster; it has none for quantised
+weights.
 """
 
 import torch
@@ -9,6 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tritium.kernels.cuda.launch import FLOATS, check, check_dot
+from tritium.kernels.cuda.weights import arguments, load_weight
+from tritium.kernels.quantized_weight import StoredWeight
 
 GROUP_M = 16  # tiles of rows that share a tile of the weight while it is in the L2 cache
 
@@ -17,12 +20,15 @@ GROUP_M = 16  # tiles of rows that share a tile of the weight while it is in the
 @triton.jit(do_not_specialize=["num_rows"])
 def _matmul(
     x_ptr,  # [num_rows, in_features]
-    weight_ptr,  # [out_features, in_features]
+    weight_ptr,  # [out_features, in_features]; see `load_weight`
+    scales_ptr,
+    zeros_ptr,
     bias_ptr,  # [out_features]; None: no bias
     out_ptr,  # [num_rows, out_features]
     num_rows,
     out_features,
     in_features,
+    group_size,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -42,16 +48,25 @@ def _matmul(
     k = tl.arange(0, BLOCK_K)  # [BLOCK_K]
     # Past the end the last row or column is repeated and not stored.
     x_row = tl.minimum(row, num_rows - 1).to(tl.int64)[:, None]  # [BLOCK_M, 1]
-    weight_row = tl.minimum(column, out_features - 1).to(tl.int64)[:, None]  # [BLOCK_N, 1]
+    weight_row = tl.minimum(column, out_features - 1).to(tl.int64)  # [BLOCK_N]
     x_ptrs = x_ptr + x_row * in_features + k[None, :]  # [BLOCK_M, BLOCK_K]
-    weight_ptrs = weight_ptr + weight_row * in_features + k[None, :]  # [BLOCK_N, BLOCK_K]
 
     # -- multiply --
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, in_features, BLOCK_K):
         in_row = (k < in_features - start)[None, :]  # [1, BLOCK_K]
         x = tl.load(x_ptrs + start, mask=in_row, other=0.0)  # [BLOCK_M, BLOCK_K]
-        weight = tl.load(weight_ptrs + start, mask=in_row, other=0.0)  # [BLOCK_N, BLOCK_K]
+        weight = load_weight(
+            weight_ptr,
+            scales_ptr,
+            zeros_ptr,
+            weight_row,
+            start,
+            in_features,
+            group_size,
+            x.dtype,
+            BLOCK_K,
+        )  # [BLOCK_N, BLOCK_K]
         acc = tl.dot(x, weight.T, acc, input_precision="ieee")
 
     # -- store --
@@ -65,7 +80,7 @@ def _matmul(
 
 def matmul(
     x: Tensor,  # [num_rows, in_features]
-    weight: Tensor,  # [out_features, in_features]
+    weight: StoredWeight,  # [out_features, in_features]
     bias: Tensor | None = None,  # [out_features]
     dtype: torch.dtype | None = None,  # of the result: float32, or None: the dtype of `x`
 ) -> Tensor:
@@ -76,16 +91,31 @@ def matmul(
     assert x.dtype in FLOATS
     assert dtype in (None, x.dtype, torch.float32)
     check(x, x.shape, x.dtype, x)
-    check(x, (out_features, in_features), x.dtype, weight)
+    assert weight.shape == (out_features, in_features)
     if bias is not None:
         check(x, (out_features,), x.dtype, bias)
     check_dot(x.dtype)
 
     # One tile size for all: 64 rows, the fewest for Hopper's wgmma, and so few columns that a
     # decode step has a program for most multiprocessors. Not yet measured for speed.
-    blocks = (64, 64, 64) if x.dtype != torch.float32 else (32, 32, 32)
+    block_m, block_n, block_k = (64, 64, 64) if x.dtype != torch.float32 else (32, 32, 32)
+    weights, group_size, block_k = arguments(x, weight, block_k)
     out = x.new_empty((num_rows, out_features), dtype=dtype or x.dtype)
-    grid = (triton.cdiv(num_rows, blocks[0]) * triton.cdiv(out_features, blocks[1]),)
-    shape = (num_rows, out_features, in_features)
-    _matmul[grid](x, weight, bias, out, *shape, *blocks, GROUP_M, num_warps=4, num_stages=5)
+    grid = (triton.cdiv(num_rows, block_m) * triton.cdiv(out_features, block_n),)
+    _matmul[grid](
+        x,
+        *weights,
+        bias,
+        out,
+        num_rows,
+        out_features,
+        in_features,
+        group_size,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        GROUP_M=GROUP_M,
+        num_warps=4,
+        num_stages=5,
+    )
     return out

@@ -67,7 +67,10 @@ def test_every_kernel_is_compiled(rows: list[Row]) -> None:
     for row in rows:
         kernels[row["capability"]].add(row["kernel"])
     assert kernels[89] == {
+        "activate",
         "decode_attention",
+        "grouped_matmul",
+        "matmul",
         "merge_splits",
         "paged_attention",
         "rope_and_cache",
@@ -128,9 +131,16 @@ def test_attention_rounds_the_same_with_and_without_a_mask(rows: list[Row]) -> N
 
 
 def test_matrix_products_load_rows_and_weights_by_16_bytes(rows: list[Row]) -> None:
+    """Weights of 4 bits by 8 bytes; and a quantised weight's scales and zeros, once per group."""
     for row in rows:
         if row["kernel"] in ("matmul", "grouped_matmul"):
-            assert set(max(row["loops"], key=lambda loop: sum(loop.values()))) == {"16"}, row
+            main_loop = max(row["loops"], key=lambda loop: sum(loop.values()))
+            if "int4" in row["variant"]:
+                assert set(main_loop) == {"16", "8", "2", "1"}, row
+            elif "fp8" in row["variant"]:
+                assert set(main_loop) == {"16", "4"}, row
+            else:
+                assert set(main_loop) == {"16"}, row
 
 
 def test_rows_are_loaded_and_stored_by_16_bytes(rows: list[Row]) -> None:

@@ -23,9 +23,10 @@ from tests.kernels.test_attention import (
     random_qkv,
     rotated,
 )
+from tests.quantized import quantized_weight
 from tritium import kernels
 from tritium.backend.runner.models import load_model
-from tritium.kernels import KVCache, cpu, reference
+from tritium.kernels import KVCache, QuantizedWeight, cpu, reference
 
 pytestmark = [
     pytest.mark.slow,
@@ -81,6 +82,68 @@ def test_linear_with_rounded_weights(bits, num_rows, shape):
     assert error(kernels.linear(x, packed, bias), expected) < BOUND
     alone = rows_alone(lambda row: kernels.linear(row, packed, bias, torch.float32), x)
     assert torch.equal(out, alone)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 17, 33])
+@pytest.mark.parametrize(
+    ("shape", "group_size"),
+    [((16, 32), 32), ((50, 192), 64), ((48, 224), 128), ((576, 1536), 1536)],
+    ids=str,
+)
+def test_linear_with_quantised_weights(shape, group_size, num_rows, bits):
+    """As a checkpoint stores them, rounded to bfloat16; 4 bits: zero * scale to float16 before."""
+    x, bias = torch.randn(num_rows, shape[1]).to(DTYPE), torch.randn(shape[0]).to(DTYPE)
+    weight = quantized_weight(shape, bits, group_size, DTYPE)
+    packed = kernels.pack_linear(weight)
+    assert packed.values.nbytes <= -(-shape[0] // 16) * 16 * shape[1] * bits / 8
+    exact = weight._replace(dtype=torch.float32).dequantize()
+    if bits == 4:
+        zeros = weight._replace(values=torch.zeros_like(weight.values))  # -zero * scale
+        offsets = zeros._replace(dtype=torch.float32).dequantize()
+        exact += offsets.half() - offsets
+    expected = x.double() @ exact.to(DTYPE).double().T + bias
+    out = kernels.linear(x, packed, bias, torch.float32)
+    assert out.shape == expected.shape
+    assert error(out, expected) < 1e-5
+    alone = rows_alone(lambda row: kernels.linear(row, packed, bias, torch.float32), x)
+    assert torch.equal(out, alone)
+
+
+def test_every_number_of_fp8():
+    """Denormal ones and both zeros included; by each path that reads a weight."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    numbers = numbers[~numbers.float().isnan()]
+    values = torch.cat((numbers, numbers[:2])).view(8, 32)
+    weight = QuantizedWeight(values, torch.full((8, 1), 2.0**-7), None, 32, DTYPE)
+    packed = kernels.pack_linear(weight)
+    out = kernels.linear(torch.eye(32, dtype=DTYPE), packed, dtype=torch.float32)
+    assert torch.equal(out, weight.values.float().t() / 128)
+    one = torch.eye(32, dtype=DTYPE)[3:4]
+    assert torch.equal(kernels.linear(one, packed, dtype=torch.float32), out[3:4])
+
+
+def test_a_quantised_weight_that_is_not_supported_is_dequantised():
+    for weight in (
+        quantized_weight((32, 40), 4, 40, DTYPE),  # no multiple of 32
+        quantized_weight((32, 64), 8, 64, torch.float32),
+        quantized_weight((32, 64), 4, 16, DTYPE),
+        quantized_weight((32, 64), 4, 32, DTYPE)._replace(scales=torch.full((32, 2), 1e4)),
+    ):
+        x = torch.randn(3, weight.shape[1]).to(weight.dtype)
+        out = kernels.linear(x, kernels.pack_linear(weight), dtype=torch.float32)
+        exact = weight.dequantize()
+        assert error(out, x.double() @ exact.double().T) < BOUND
+
+
+def test_what_is_stored_in_few_bits_is_not_rounded_to_more():
+    weight = quantized_weight((32, 64), 4, 32, DTYPE)
+    assert all(
+        map(torch.equal, kernels.pack_linear(weight, 8)[:2], kernels.pack_linear(weight)[:2])
+    )
+    weight = quantized_weight((32, 64), 8, 32, DTYPE)
+    rounded = kernels.pack_linear(weight.dequantize(), 4)
+    assert all(map(torch.equal, kernels.pack_linear(weight, 4)[:2], rounded[:2]))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -401,6 +464,8 @@ def test_without_amx():
                 test_linear(num_rows, (48, 64), DTYPE)
                 for bits in (8, 4):
                     test_linear_with_rounded_weights(bits, num_rows, (48, 64))
+                    test_linear_with_quantised_weights((50, 192), 64, num_rows, bits)
+            test_every_number_of_fp8()
             for activation in ("silu", "gelu_tanh", "relu2"):
                 test_activate(activation, is_gated=activation != "relu2")
             test_attention_with_a_soft_cap(30.0)

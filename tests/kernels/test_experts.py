@@ -15,6 +15,7 @@ from tests.interpreter import (  # noqa: F401
     interpreter,
     poisoned_memory,
 )
+from tests.quantized import exact, quantized_weight
 from tritium import kernels
 from tritium.kernels import reference
 
@@ -59,6 +60,18 @@ def test_experts(function, shape, dtype, bound):
     out = function(*mixture, "silu")
     assert out.dtype == dtype
     assert error(out.flatten(), dense(*mixture).flatten()) < bound
+
+
+@SHAPES
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_experts(shape, bits):
+    x, ids, weights, *_ = random_mixture(shape, torch.float32)
+    gate_up = quantized_weight((shape[1], 2 * SIZE, HIDDEN), bits, 64, torch.float32)
+    down = quantized_weight((shape[1], HIDDEN, SIZE), bits, 32, torch.float32)
+    gate_up, down = (weight._replace(scales=weight.scales / 8) for weight in (gate_up, down))
+    out = on_cuda.experts(x, ids, weights, gate_up, down, "silu")
+    expected = dense(x, ids, weights, exact(gate_up), exact(down))
+    assert error(out.flatten(), expected.flatten()) < FP32[1]
 
 
 @SHAPES

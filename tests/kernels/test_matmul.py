@@ -14,6 +14,7 @@ from tests.interpreter import (  # noqa: F401
     interpreter,
     poisoned_memory,
 )
+from tests.quantized import exact, quantized_weight
 from tritium import kernels
 from tritium.kernels import AttentionMetadata, KVCache
 
@@ -68,6 +69,35 @@ def test_a_row_does_not_depend_on_the_other_rows(dtype, bound):
         for rows in (slice(num_rows), slice(len(x) - num_rows, None)):
             out = matmul.matmul(x[rows], weight, bias, torch.float32)
             assert torch.equal(out, alone[rows])
+
+
+@DTYPES
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("shape", "group_size"),
+    [((1, 2), 2), ((70, 96), 32), ((66, 192), 64), ((34, 200), 128), ((130, 200), 200)],
+    ids=str,
+)
+def test_quantised_weights(shape, group_size, bits, dtype, bound):
+    """Groups smaller than a block, as large, larger, and a last one that is cut off."""
+    weight = quantized_weight(shape, bits, group_size, dtype)
+    bias = torch.randn(shape[0]).to(dtype)
+    numbers = exact(weight)
+    assert error(weight._replace(dtype=torch.float32).dequantize(), numbers) < FP32[1]
+    for num_rows in (1, 3, 65):
+        x = rows_of(num_rows, shape[1], dtype)
+        expected = x.double() @ numbers.T + bias.double()
+        out = matmul.matmul(x, weight, bias)
+        assert out.dtype == dtype
+        assert error(out.flatten(), expected.flatten()) < bound
+
+
+@pytest.mark.usefixtures("dot_of_rows_alone")
+def test_a_row_does_not_depend_on_the_other_rows_with_quantised_weights():
+    x, weight = rows_of(70, 192, torch.float16), quantized_weight((70, 192), 4, 32, torch.float16)
+    together = matmul.matmul(x, weight)
+    for rows in (slice(1), slice(3, 40), slice(69, None)):
+        assert torch.equal(matmul.matmul(x[rows], weight), together[rows])
 
 
 def test_bfloat16_is_refused_in_the_interpreter():

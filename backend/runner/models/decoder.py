@@ -3,8 +3,7 @@
 Knows tokens, positions and the cache's tensors. Does not know sequences, requests or sampling.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from tritium import kernels
 from tritium.backend.runner.models.config import ModelConfig
-from tritium.backend.runner.models.linear import Linear
+from tritium.backend.runner.models.linear import Linear, Slot, Slots
 from tritium.backend.runner.models.lora import (
     BaseWeights,
     LoraRows,
@@ -22,7 +21,13 @@ from tritium.backend.runner.models.lora import (
     stack,
 )
 from tritium.backend.runner.models.mlp import ExpertsMlp, Mlp
-from tritium.kernels import AttentionMetadata, KVCache, PackedWeight
+from tritium.kernels import (
+    AttentionMetadata,
+    KVCache,
+    PackedLinear,
+    PackedWeight,
+    StoredWeight,
+)
 from tritium.kernels.cpu import Decoder, LayerWeights, Shape
 
 _FIRST_POSITIONS = 4096  # until the size of the KV cache is known
@@ -45,7 +50,7 @@ class DecoderModel:
     def __init__(
         self,
         config: ModelConfig,
-        weights: Iterable[tuple[str, Tensor]],
+        weights: Iterable[tuple[str, StoredWeight]],
         dtype: torch.dtype,
         device: torch.device,
         batch_invariant: bool = False,
@@ -55,13 +60,13 @@ class DecoderModel:
         self.dtype = dtype
         self.device = device
         self.batch_invariant = batch_invariant
-        empty = partial(torch.empty, dtype=dtype, device=device)
-        self.embed_tokens = empty(config.vocab_size, config.hidden_size)
+        like = torch.empty(0, dtype=dtype, device=device)
+        self.embed_tokens = like.new_empty(config.vocab_size, config.hidden_size)
         self.layers = [
-            _DecoderLayer(config, i, empty, batch_invariant) for i in range(config.num_layers)
+            _DecoderLayer(config, i, like, batch_invariant) for i in range(config.num_layers)
         ]
-        self.norm = empty(config.hidden_size, dtype=torch.float32)
-        self.lm_head: Tensor | PackedWeight = (
+        self.norm = like.new_empty(config.hidden_size, dtype=torch.float32)
+        self.lm_head: PackedLinear = (
             self.embed_tokens if config.tie_word_embeddings else torch.empty_like(self.embed_tokens)
         )
         self._load(weights)
@@ -175,7 +180,7 @@ class DecoderModel:
             for projection, out_features in part.parts.items()
         }
 
-        def named() -> Iterator[tuple[str, Tensor]]:
+        def named() -> Iterator[tuple[str, StoredWeight]]:
             return ((self._name(stored_name), weight) for stored_name, weight in base())
 
         adapter = read_adapter(directory, shapes, named)
@@ -187,33 +192,34 @@ class DecoderModel:
                 )
                 part.adapters[name] = PackedLora(a, b)
 
-    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy each weight into its tensor, which converts the dtype and moves it to the device."""
-        targets = dict(self._targets())
+    def _load(self, weights: Iterable[tuple[str, StoredWeight]]) -> None:
+        """Put each weight into its slot, which converts the dtype and moves it to the device."""
+        slots = dict(self._slots())
         tied_head = None
         for stored_name, weight in weights:
             name = self._name(stored_name)
             if name.endswith("rotary_emb.inv_freq"):  # in old checkpoints; the config has it, too
                 continue
             if name == "lm_head.weight" and self.config.tie_word_embeddings:
-                tied_head = weight
+                tied_head = kernels.as_tensor(weight)
                 continue
-            if name not in targets and name.endswith(".bias") and not weight.any():
+            if name not in slots and name.endswith(".bias") and not kernels.as_tensor(weight).any():
                 continue  # of software that stores a bias with each weight
-            if name not in targets:
+            if name not in slots:
                 raise ValueError(f"The checkpoint holds {name}, which the model has no place for.")
-            target = targets.pop(name)
-            if weight.shape != target.shape:
+            slot = slots.pop(name)
+            if weight.shape != slot.shape:
                 raise ValueError(
                     f"{name} is {list(weight.shape)} in the checkpoint, "
-                    f"but {list(target.shape)} by the config."
+                    f"but {list(slot.shape)} by the config."
                 )
-            target.copy_(weight)
             if name.endswith("norm.weight") and self.config.norm_offset:
-                target += self.config.norm_offset
-        if targets:
-            first = ", ".join(list(targets)[:5])
-            raise ValueError(f"The checkpoint lacks {len(targets)} weights, among them {first}.")
+                slot.fill(kernels.as_tensor(weight).float() + self.config.norm_offset)
+            else:
+                slot.fill(weight)
+        if slots:
+            first = ", ".join(list(slots)[:5])
+            raise ValueError(f"The checkpoint lacks {len(slots)} weights, among them {first}.")
         if tied_head is not None and not torch.equal(
             tied_head.to(self.device, self.dtype), self.embed_tokens
         ):
@@ -229,15 +235,14 @@ class DecoderModel:
                 return here + stored.removeprefix(beginning)
         return stored
 
-    def _targets(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in transformers, tensor) of each weight."""
-        yield "model.embed_tokens.weight", self.embed_tokens
+    def _slots(self) -> Slots:
+        yield "model.embed_tokens.weight", Slot.of(self.embed_tokens)
         for layer in self.layers:
-            yield from layer.targets()
-        yield "model.norm.weight", self.norm
+            yield from layer.slots()
+        yield "model.norm.weight", Slot.of(self.norm)
         if not self.config.tie_word_embeddings:
             assert isinstance(self.lm_head, Tensor), "packed"
-            yield "lm_head.weight", self.lm_head
+            yield "lm_head.weight", Slot.of(self.lm_head)
 
 
 class _DecoderLayer:
@@ -245,7 +250,7 @@ class _DecoderLayer:
         self,
         config: ModelConfig,
         index: int,
-        empty: Callable[..., Tensor],
+        like: Tensor,
         batch_invariant: bool,
     ) -> None:
         self.config = config
@@ -262,7 +267,7 @@ class _DecoderLayer:
         def norm(name: str | None, size: int = hidden) -> Tensor | None:
             if name is None:
                 return None
-            self.norms[f"{self.name}.{name}"] = weight = empty(size, dtype=torch.float32)
+            self.norms[f"{self.name}.{name}"] = weight = like.new_empty(size, dtype=torch.float32)
             return weight
 
         self.attention_norm = norm(names.attention_norm)
@@ -279,14 +284,14 @@ class _DecoderLayer:
         attention = f"{self.name}.self_attn"
         qkv = {f"{attention}.{part}": size for part, size in zip(names.qkv, sizes, strict=True)}
         o, order = {f"{attention}.o_proj": hidden}, _order_of_pairs(config)
-        self.qkv_proj = Linear(hidden, qkv, config.attention_bias, empty, batch_invariant, order)
-        self.o_proj = Linear(q_size, o, config.o_bias, empty, batch_invariant)
+        self.qkv_proj = Linear(hidden, qkv, config.attention_bias, like, batch_invariant, order)
+        self.o_proj = Linear(q_size, o, config.o_bias, like, batch_invariant)
         self.mlp: Mlp | ExpertsMlp
         if experts and experts.layers[index]:
-            self.mlp = ExpertsMlp(config, experts, self.name, empty, batch_invariant)
+            self.mlp = ExpertsMlp(config, experts, self.name, like, batch_invariant)
         else:
             size, name = config.intermediate_size, f"{self.name}.mlp"
-            self.mlp = Mlp(config, name, size, empty, batch_invariant)
+            self.mlp = Mlp(config, name, size, like, batch_invariant)
         self.linears = (self.qkv_proj, self.o_proj, *self.mlp.linears)
 
     def attend(
@@ -318,13 +323,12 @@ class _DecoderLayer:
         )
         return self.o_proj(out.flatten(1), lora)
 
-    def targets(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in transformers, tensor) of each weight."""
+    def slots(self) -> Slots:
         for name, weight in self.norms.items():
-            yield f"{name}.weight", weight
-        yield from self.qkv_proj.targets()
-        yield from self.o_proj.targets()
-        yield from self.mlp.targets()
+            yield f"{name}.weight", Slot.of(weight)
+        yield from self.qkv_proj.slots()
+        yield from self.o_proj.slots()
+        yield from self.mlp.slots()
 
     def pack(self, weight_bits: int, arena: kernels.Arena) -> None:
         self.qkv_proj.pack(weight_bits, arena)

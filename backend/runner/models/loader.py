@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from tritium.backend import hub
@@ -22,8 +21,9 @@ from tritium.backend.runner.models.architectures import (
 )
 from tritium.backend.runner.models.config import ModelConfig
 from tritium.backend.runner.models.gguf_parts import part_paths
-from tritium.backend.runner.models.quantized import dequantized
+from tritium.backend.runner.models.quantized import read_quantized
 from tritium.backend.runner.models.safetensors_file import read_safetensors
+from tritium.kernels import StoredWeight
 
 _PACKAGE = "package:"
 _CONFIG = "config.json"
@@ -94,11 +94,13 @@ def load_config(path: Path, max_model_len: int | None = None) -> ModelConfig:
     return config
 
 
-def load_weights(path: Path, config: ModelConfig | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(name in transformers, tensor on the CPU) of each weight of a model that `resolve` found.
+def load_weights(
+    path: Path, config: ModelConfig | None = None
+) -> Iterator[tuple[str, StoredWeight]]:
+    """(name in transformers, weight on the CPU) of each weight of a model that `resolve` found.
 
     One at a time, so that the whole checkpoint is never in memory next to the model. The dtype is
-    the file's; quantised weights are converted to float32.
+    the file's; the quantised weights of GGUF files are converted to float32.
 
     Args:
         config: The model's: it says which weights are not read, and how they are quantised. None:
@@ -118,7 +120,7 @@ def load_weights(path: Path, config: ModelConfig | None = None) -> Iterator[tupl
     stored = chain.from_iterable(
         read_safetensors(shard, ignored, is_quantized) for shard in _shards(path)
     )
-    yield from dequantized(stored, quantization) if quantization else stored
+    yield from read_quantized(stored, quantization) if quantization else stored
 
 
 def _check_directory(path: Path) -> None:

@@ -14,13 +14,13 @@ from torch import Tensor
 from tritium.backend.runner.models.lora_config import PeftConfig, read_peft_config
 from tritium.backend.runner.models.lora_start import subtract_start
 from tritium.backend.runner.models.safetensors_file import read_safetensors
-from tritium.kernels import PackedWeight, linear
+from tritium.kernels import PackedLinear, StoredWeight, as_tensor, linear
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<kind>[AB])\.weight")
 # Makes (name in transformers, weight) of each weight of the base model.
-BaseWeights = Callable[[], Iterable[tuple[str, Tensor]]]
+BaseWeights = Callable[[], Iterable[tuple[str, StoredWeight]]]
 # Name of an adapter -> the rows of a step's tokens that it changes, [n] int64.
 LoraRows = Mapping[str, Tensor]
 
@@ -35,8 +35,8 @@ class LoraWeights(NamedTuple):
 class PackedLora(NamedTuple):
     """LoraWeights in the layout of `kernels.linear`."""
 
-    a: Tensor | PackedWeight
-    b: Tensor | PackedWeight
+    a: PackedLinear
+    b: PackedLinear
 
 
 def add_lora(
@@ -140,7 +140,7 @@ def _without_start(
         module = name.removesuffix(".weight")
         if module in adapter:
             start = str(config.init_lora_weights)
-            a, b = subtract_start(start, weight, *adapter[module], config.scaling)
+            a, b = subtract_start(start, as_tensor(weight), *adapter[module], config.scaling)
             changed[module] = LoraWeights(a, b)
     if missing := adapter.keys() - changed.keys():
         raise ValueError(f"the base model's checkpoint has no {', '.join(sorted(missing))}")

@@ -1,15 +1,15 @@
 """The feed-forward blocks of a layer: one for all tokens, or a mixture of experts."""
 
-from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from tritium import kernels
 from tritium.backend.runner.models.config import ExpertsConfig, ModelConfig
-from tritium.backend.runner.models.linear import Linear
+from tritium.backend.runner.models.linear import Linear, Slot, Slots, join
 from tritium.backend.runner.models.lora import LoraRows
-from tritium.kernels import PackedExperts, PackedWeight
+from tritium.kernels import PackedExperts, PackedLinear, StoredWeight
 
 
 class Mlp:
@@ -20,7 +20,7 @@ class Mlp:
         config: ModelConfig,
         name: str,
         intermediate: int,
-        empty: Callable[..., Tensor],
+        like: Tensor,
         batch_invariant: bool,
     ) -> None:
         self.activation, self.is_gated = config.activation, config.is_gated
@@ -29,8 +29,8 @@ class Mlp:
         parts = {f"{name}.{part}": width // len(names) for part in names}
         down = {f"{name}.down_proj": hidden}
         bias = config.mlp_bias
-        self.gate_up_proj = Linear(hidden, parts, bias, empty, batch_invariant)
-        self.down_proj = Linear(intermediate, down, bias, empty, batch_invariant)
+        self.gate_up_proj = Linear(hidden, parts, bias, like, batch_invariant)
+        self.down_proj = Linear(intermediate, down, bias, like, batch_invariant)
         self.linears = (self.gate_up_proj, self.down_proj)
 
     def __call__(self, x: Tensor, lora: LoraRows | None) -> Tensor:
@@ -38,10 +38,9 @@ class Mlp:
         x = kernels.activate(self.gate_up_proj(x, lora), self.activation, self.is_gated)
         return self.down_proj(x, lora)
 
-    def targets(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in transformers, tensor) of each weight."""
+    def slots(self) -> Slots:
         for part in self.linears:
-            yield from part.targets()
+            yield from part.slots()
 
     def pack(self, weight_bits: int, arena: kernels.Arena) -> None:
         for part in self.linears:
@@ -59,24 +58,27 @@ class ExpertsMlp:
         config: ModelConfig,
         experts: ExpertsConfig,
         name: str,
-        empty: Callable[..., Tensor],
+        like: Tensor,
         batch_invariant: bool,
     ) -> None:
         assert config.is_gated
         self.config, self.experts = config, experts
         self.name = f"{name}.{experts.module}"
         self.batch_invariant = batch_invariant
-        hidden, size, count = config.hidden_size, experts.intermediate_size, experts.num_experts
-        self.router: Tensor | PackedWeight = empty(count, hidden)
-        self.gate_up: Tensor | PackedExperts = empty(count, 2 * size, hidden)
-        self.down: Tensor | PackedExperts = empty(count, hidden, size)
+        hidden, count = config.hidden_size, experts.num_experts
+        # From `pack` on; the routers are packed as well.
+        self.gate_up: PackedExperts
+        self.down: PackedExperts
+        self.router: PackedLinear = like.new_empty(count, hidden)
         self.shared: Mlp | None = None
-        self.shared_gate: Tensor | PackedWeight | None = None
+        self.shared_gate: PackedLinear | None = None
+        self._like = like
+        self._stored: dict[str, StoredWeight] = {}  # until they are packed
         self.linears: tuple[Linear, ...] = ()
         if experts.shared_size:
             shared = f"{self.name}.shared_expert"
-            self.shared = Mlp(config, shared, experts.shared_size, empty, batch_invariant)
-            self.shared_gate = empty(1, hidden)
+            self.shared = Mlp(config, shared, experts.shared_size, like, batch_invariant)
+            self.shared_gate = like.new_empty(1, hidden)
             self.linears = self.shared.linears
 
     def __call__(self, x: Tensor, lora: LoraRows | None) -> Tensor:
@@ -100,37 +102,45 @@ class ExpertsMlp:
         gate = self._linear(x, self.shared_gate).sigmoid()  # [num_tokens, 1]
         return out + (self.shared(x, lora) * gate).to(x.dtype)
 
-    def _linear(self, x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
+    def _linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         """[num_tokens, out_features] float32"""
         invariant = self.batch_invariant
         return kernels.linear(x, weight, dtype=torch.float32, batch_invariant=invariant)
 
-    def targets(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in transformers, tensor) of each weight."""
+    def slots(self) -> Slots:
         assert isinstance(self.router, Tensor), "packed"
-        assert isinstance(self.gate_up, Tensor), "packed"
-        assert isinstance(self.down, Tensor), "packed"
-        yield f"{self.name}.gate.weight", self.router
-        gate_name, up_name, down_name = self.experts.names
-        for i, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            gate, up = gate_up.chunk(2)
-            expert = f"{self.name}.experts.{i}"
-            yield f"{expert}.{gate_name}.weight", gate
-            yield f"{expert}.{up_name}.weight", up
-            yield f"{expert}.{down_name}.weight", down
+        yield f"{self.name}.gate.weight", Slot.of(self.router)
+        hidden, size = self.config.hidden_size, self.experts.intermediate_size
+        shapes = (torch.Size((size, hidden)),) * 2 + (torch.Size((hidden, size)),)
+        for names in self._expert_names():
+            for name, shape in zip(names, shapes, strict=True):
+                yield name, Slot(shape, partial(self._store, name))
         if self.shared is not None:
-            yield from self.shared.targets()
+            yield from self.shared.slots()
             assert isinstance(self.shared_gate, Tensor), "packed"
-            yield f"{self.name}.shared_expert_gate.weight", self.shared_gate
+            yield f"{self.name}.shared_expert_gate.weight", Slot.of(self.shared_gate)
 
     def pack(self, weight_bits: int, arena: kernels.Arena) -> None:
+        """Lay out the weights, all of which are stored."""
         assert isinstance(self.router, Tensor), "packed before"
-        assert isinstance(self.gate_up, Tensor), "packed before"
-        assert isinstance(self.down, Tensor), "packed before"
         self.router = kernels.pack_linear(self.router, arena=arena)
-        self.gate_up = kernels.pack_experts(self.gate_up, weight_bits, arena)
-        self.down = kernels.pack_experts(self.down, weight_bits, arena)
+        gate_ups, downs = [], []
+        for *gate_up, down in self._expert_names():
+            gate_ups.append(join([self._stored.pop(name) for name in gate_up]))
+            downs.append(self._stored.pop(down))
+        self.gate_up = kernels.pack_experts(join(gate_ups, torch.stack), weight_bits, arena)
+        self.down = kernels.pack_experts(join(downs, torch.stack), weight_bits, arena)
         if self.shared is not None:
             self.shared.pack(weight_bits, arena)
             assert isinstance(self.shared_gate, Tensor), "packed before"
             self.shared_gate = kernels.pack_linear(self.shared_gate, arena=arena)
+
+    def _expert_names(self) -> list[tuple[str, ...]]:
+        """The names of each expert's weights: gate, up, down."""
+        return [
+            tuple(f"{self.name}.experts.{i}.{name}.weight" for name in self.experts.names)
+            for i in range(self.experts.num_experts)
+        ]
+
+    def _store(self, name: str, weight: StoredWeight) -> None:
+        self._stored[name] = weight.to(self._like)

@@ -1,7 +1,7 @@
-"""Quantised checkpoints: FP8, AWQ and GPTQ, read as the numbers that they stand for.
+"""Quantised checkpoints: FP8, AWQ and GPTQ, read into the one form that the kernels know.
 
-The model computes with these numbers in its own dtype. Activations are never rounded, whatever the
-checkpoint's own software does.
+The numbers that they stand for are computed with in the model's own dtype. Activations are never
+rounded, whatever the checkpoint's own software does.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from tritium.kernels import QuantizedWeight, StoredWeight
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each four bits of a word hold
 
@@ -50,15 +52,18 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization:
     return Quantization("gptq", group_size, zero_offset=1 if version == "gptq" else 0)
 
 
-def dequantized(
+def read_quantized(
     weights: Iterable[tuple[str, Tensor]], quantization: Quantization
-) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of a checkpoint, with each quantised weight as float32 under its plain name.
+) -> Iterator[tuple[str, StoredWeight]]:
+    """(name, weight) of a checkpoint, with each quantised weight under its plain name.
+
+    A weight whose groups are not consecutive inputs is converted to float32.
 
     Raises:
-        ValueError: parts of a quantised weight are missing, or their shapes do not fit.
+        ValueError: parts of a quantised weight are missing, their shapes do not fit, or it holds
+            NaN.
     """
-    needed, ignored, dequantize = _METHODS[quantization.method]
+    needed, ignored, read = _METHODS[quantization.method]
     waiting: dict[str, _Parts] = {}
     for name, tensor in weights:
         module, _, part = name.rpartition(".")
@@ -72,8 +77,8 @@ def dequantized(
         parts[needed[part]] = tensor
         if len(parts) == len(set(needed.values())):
             try:
-                yield f"{module}.weight", dequantize(waiting.pop(module), quantization)
-            except (RuntimeError, IndexError) as error:
+                yield f"{module}.weight", read(waiting.pop(module), quantization)
+            except (RuntimeError, IndexError, ValueError) as error:
                 raise ValueError(
                     f"The quantised weight {module} can't be read as {quantization}: {error}"
                 ) from None
@@ -82,35 +87,61 @@ def dequantized(
         raise ValueError(f"The quantised weight {module} lacks its {', '.join(missing)}.")
 
 
-def _fp8(parts: _Parts, quantization: Quantization) -> Tensor:
-    """weight [out, in] float8 times scale: [], [1], [out, 1], or one per block."""
-    weight, scale = parts["weight"].float(), parts["scale"].float()
-    if 0 not in quantization.block_size:
-        rows, columns = quantization.block_size
-        scale = scale.repeat_interleave(rows, 0)[: len(weight)]
-        scale = scale.repeat_interleave(columns, 1)[:, : weight.shape[1]]
-        if scale.shape != weight.shape:
-            raise RuntimeError(f"scales for {list(scale.shape)}, weights {list(weight.shape)}")
-    elif scale.ndim == 1 and len(scale) == len(weight) > 1:
-        scale = scale[:, None]
-    return weight * scale
+def _fp8(parts: _Parts, quantization: Quantization) -> QuantizedWeight:
+    """weight [out, in] float8 times scale: [], [1], [out], [out, 1], or one per block."""
+    weight, scale = parts["weight"], parts["scale"].float()
+    if (weight.view(torch.uint8) & 0x7F == 0x7F).any():
+        raise ValueError("it holds NaN: the file is damaged, or its training failed")
+    out_features, in_features = weight.shape
+    rows, columns = quantization.block_size
+    if 0 in quantization.block_size:
+        scale = scale.reshape(-1, 1)
+        rows, columns = out_features if len(scale) == 1 else 1, in_features
+    scale = scale.repeat_interleave(rows, 0)[:out_features]
+    return _checked(weight, scale, None, columns)
 
 
-def _awq(parts: _Parts, quantization: Quantization) -> Tensor:
+def _awq(parts: _Parts, quantization: Quantization) -> QuantizedWeight:
     """(q - zero) * scale, from [in, out / 8], [groups, out / 8] and [groups, out]."""
     order = torch.tensor(_AWQ_ORDER).argsort()
     q = _unpacked(parts["qweight"])[..., order].flatten(1)  # [in, out]
     zeros = _unpacked(parts["qzeros"])[..., order].flatten(1)  # [groups, out]
-    group = torch.arange(len(q)) // (quantization.group_size or len(q))
-    return ((q - zeros[group]) * parts["scales"].float()[group]).t()
+    return _four_bits(q, parts["scales"], zeros, quantization)
 
 
-def _gptq(parts: _Parts, quantization: Quantization) -> Tensor:
+def _gptq(parts: _Parts, quantization: Quantization) -> StoredWeight:
     """(q - zero) * scale, from [in / 8, out], [groups, out / 8], [groups, out] and [in]."""
     q = _unpacked(parts["qweight"]).transpose(1, 2).flatten(0, 1)  # [in, out]
     zeros = _unpacked(parts["qzeros"]).flatten(1) + quantization.zero_offset  # [groups, out]
-    group = parts["g_idx"].long()  # of each input: not in order if the file was made by activations
-    return ((q - zeros[group]) * parts["scales"].float()[group]).t()
+    scales, group = parts["scales"], parts["g_idx"].long()
+    if torch.equal(group, torch.arange(len(q)) // (quantization.group_size or len(q))):
+        return _four_bits(q, scales, zeros, quantization)
+    # Made in the order of activations: the groups are scattered over the inputs.
+    return ((q - zeros[group]) * scales.float()[group]).t()
+
+
+def _four_bits(
+    q: Tensor,  # [in, out]
+    scales: Tensor,  # [groups, out]
+    zeros: Tensor,  # [groups, out]
+    quantization: Quantization,
+) -> QuantizedWeight:
+    q = q.t().to(torch.uint8)
+    values = q[:, 0::2] | q[:, 1::2] << 4
+    zeros = zeros.t().to(torch.uint8).contiguous()
+    return _checked(values, scales.t().contiguous(), zeros, quantization.group_size or q.shape[1])
+
+
+def _checked(
+    values: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int
+) -> QuantizedWeight:
+    weight = QuantizedWeight(values, scales, zeros, group_size, torch.float32)
+    out_features, in_features = weight.shape
+    expected = (out_features, -(-in_features // group_size))
+    for tensor in (scales, zeros):
+        if tensor is not None and tensor.shape != expected:
+            raise ValueError(f"scales for {list(tensor.shape)} groups, not {list(expected)}")
+    return weight
 
 
 def _unpacked(words: Tensor) -> Tensor:
@@ -119,7 +150,8 @@ def _unpacked(words: Tensor) -> Tensor:
 
 
 # Method -> (name in the checkpoint -> part, names that are not needed, how they become a weight).
-_Method = tuple[dict[str, str], tuple[str, ...], Callable[[_Parts, Quantization], Tensor]]
+_Read = Callable[[_Parts, Quantization], StoredWeight]
+_Method = tuple[dict[str, str], tuple[str, ...], _Read]
 _METHODS: dict[str, _Method] = {
     "fp8": (
         {"weight": "weight", "weight_scale": "scale", "weight_scale_inv": "scale"},
