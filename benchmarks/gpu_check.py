@@ -32,6 +32,7 @@ from tritium.benchmarks.kernel_checks import (
     attention_checks,
     batch_invariant_checks,
     elementwise_checks,
+    quantised_checks,
     rope_checks,
     sampling_checks,
 )
@@ -51,6 +52,7 @@ PHASES = [
     Phase("ceilings", 40, ceilings),
     Phase("attention", 120, attention_checks),
     Phase("batch-invariant", 60, batch_invariant_checks),
+    Phase("quantised weights", 40, quantised_checks),
     Phase("rope and cache", 60, rope_checks),
     Phase("elementwise", 40, elementwise_checks),
     Phase("sampling", 60, sampling_checks),

@@ -24,6 +24,8 @@ from tritium.benchmarks.batches import (
     random_batch,
 )
 from tritium.benchmarks.phases import Case, Setup
+from tritium.benchmarks.quantized_weights import quantized_weight
+from tritium.benchmarks.timing import seconds_per_call
 from tritium.kernels import KVCache, SamplingTensors, reference
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -160,6 +162,43 @@ def check_product(setup: Setup, out_features: int, in_features: int) -> dict[str
     result = compared(out, x.double() @ weight.double().T, BOUNDS[x.dtype])
     passed = result["passed"] and not (setup.on_gpu and different)
     return result | {"different": different, "passed": passed}
+
+
+def quantised_checks(setup: Setup) -> Iterator[Case]:
+    """Weights as checkpoints store them: right, and fast, against the same weights in bfloat16."""
+    shapes = ((1000, 992),) if setup.small else ((1000, 992), (6144, 4096), (4096, 14336))
+    for out_features, in_features in shapes:
+        for bits, group_size in ((4, 32), (4, 128), (8, 128), (8, in_features)):
+            size = (out_features, in_features)
+            run = partial(check_quantised_product, setup, size, bits, group_size)
+            yield Case(f"{in_features} to {out_features}, {bits} bits by {group_size}", run)
+
+
+def check_quantised_product(
+    setup: Setup, shape: tuple[int, int], bits: int, group_size: int
+) -> dict[str, Any]:
+    x = random(setup.device, 300, shape[1])
+    stored = quantized_weight(shape, bits, group_size, x.dtype).to(x)
+    weight, plain = kernels.pack_linear(stored), kernels.pack_linear(stored.dequantize())
+    with poisoned_memory():
+        out = kernels.linear(x, weight, dtype=torch.float32)
+    result = compared(out, x.double() @ stored.dequantize().double().T, BOUNDS[x.dtype])
+    different = sum(
+        not torch.equal(kernels.linear(x[i : i + 1], weight, dtype=torch.float32), out[i : i + 1])
+        for i in range(300)
+    )
+    times = {}
+    for rows in (1, 32, 256):
+        seconds = []
+        for kind in (weight, plain):
+            copies = [kind]
+            if setup.on_gpu:  # more than its caches hold
+                assert not isinstance(kind, PackedWeight)
+                copies += [kind.to(x, copy=True) for _ in range(2**28 // (x.shape[1] * len(plain)))]
+            calls = [partial(kernels.linear, x[:rows], copy) for copy in copies]
+            seconds.append(seconds_per_call(calls, setup.device))
+        times[f"of_bfloat16_{rows}"] = seconds[1] / seconds[0]
+    return result | times | {"different": different, "passed": result["passed"] and not different}
 
 
 def check_tokens_alone(setup: Setup, heads: Heads, cache_dtype: torch.dtype) -> dict[str, Any]:

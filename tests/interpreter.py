@@ -12,6 +12,8 @@ from torch import Tensor
 from triton.runtime import interpreter as tl_interpreter
 from triton.runtime.interpreter import InterpretedFunction
 
+from tritium.kernels.quantized_weight import QuantizedWeight
+
 # (dtype, bound on error())
 FP32, FP16, BF16 = (torch.float32, 5e-6), (torch.float16, 1e-3), (torch.bfloat16, 1e-2)
 
@@ -67,6 +69,21 @@ def activated(x: Tensor, activation: str, is_gated: bool) -> Tensor:
         tanh = torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))
         return gate * (1 + tanh) / 2 * up
     return gate / (1 + (-gate).exp()) * up
+
+
+def exact_numbers(weight: QuantizedWeight) -> Tensor:
+    """A quantised weight's numbers one by one, in float64."""
+    numbers = torch.empty(weight.shape, dtype=torch.float64)
+    for index in torch.cartesian_prod(*map(torch.arange, weight.shape)).tolist():
+        *row, i = index
+        group = (*row, i // weight.group_size)
+        if weight.zeros is None:
+            value = float(weight.values[*row, i])
+        else:
+            byte = int(weight.values[*row, i // 2])
+            value = (byte >> 4 if i % 2 else byte & 15) - int(weight.zeros[group])
+        numbers[*row, i] = value * float(weight.scales[group])
+    return numbers
 
 
 def error(out: Tensor, expected: Tensor) -> float:

@@ -213,6 +213,35 @@ INLINE void add_products(const float *x, const float *panel, int num_rows, int64
     }
 }
 
+INLINE void fill_panel_from(const struct weight *weight, int form, int64_t row, int64_t depth,
+                            float panel[][ROWS])
+{
+    for (const int64_t end = row + depth / 2; row < end; row += ROWS) {
+        for (int j = 0; j < ROWS; j++) { /* of a tile, whose scales are read once */
+            const struct pairs w = read_row(weight, form, row + j);
+            for (int i = 0; i < 2; i++, panel++) {
+                _mm256_store_ps(panel[0], w.of[i][0]);
+                _mm256_store_ps(panel[0] + WIDTH, w.of[i][1]);
+            }
+        }
+    }
+}
+
+/* panel [depth, 16]: a weight's numbers from `row` of all rows of the tiles on, in float32.
+ *
+ * Not inlined: its constants would take the registers that sums need.
+ */
+static __attribute__((noinline)) void fill_panel(const struct weight *weight, int64_t row,
+                                                 int64_t depth, float panel[][ROWS])
+{
+    switch (weight->form) {
+    case BF16: fill_panel_from(weight, BF16, row, depth, panel); break;
+    case INT8: fill_panel_from(weight, INT8, row, depth, panel); break;
+    case INT4: fill_panel_from(weight, INT4, row, depth, panel); break;
+    default: fill_panel_from(weight, FP8, row, depth, panel);
+    }
+}
+
 /* sums [m, 16]: the products of rows of x [m, k] with 16 of the weight's columns, which are converted
  * to float32 once for all rows.
  */
@@ -223,13 +252,7 @@ INLINE void multiply_many(const float *x, const struct weight *weight, int form,
     memset(sums, 0, m * ROWS * sizeof(float));
     for (int64_t begin = 0, depth; begin < k; begin += depth) {
         depth = MIN(DEPTH, k - begin);
-        for (int64_t i = 0; i < depth; i += 2) {
-            const struct pairs w = read_row(weight, form, (column * k + begin + i) / 2);
-            for (int j = 0; j < 2; j++) {
-                _mm256_store_ps(panel[i + j], w.of[j][0]);
-                _mm256_store_ps(panel[i + j] + WIDTH, w.of[j][1]);
-            }
-        }
+        fill_panel(weight, (column * k + begin) / 2, depth, panel);
         const char *next = row_of(weight, form, (column * k + begin + depth) / 2);
         for (int64_t row = 0, rows; row < m; row += rows) {
             const int64_t groups = (m - row + AT_ONCE - 1) / AT_ONCE; /* of similar sizes */

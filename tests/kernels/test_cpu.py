@@ -23,9 +23,9 @@ from tests.kernels.test_attention import (
     random_qkv,
     rotated,
 )
-from tests.quantized import quantized_weight
 from tritium import kernels
 from tritium.backend.runner.models import load_model
+from tritium.benchmarks.quantized_weights import quantized_weight
 from tritium.kernels import KVCache, QuantizedWeight, cpu, reference
 
 pytestmark = [

@@ -11,12 +11,13 @@ from tests.interpreter import (  # noqa: F401
     FP32,
     dot_of_rows_alone,
     error,
+    exact_numbers,
     interpreted,
     interpreter,
     poisoned_memory,
 )
-from tests.quantized import exact, quantized_weight
 from tritium import kernels
+from tritium.benchmarks.quantized_weights import quantized_weight
 from tritium.kernels import reference
 
 with interpreted():
@@ -70,7 +71,7 @@ def test_quantised_experts(shape, bits):
     down = quantized_weight((shape[1], HIDDEN, SIZE), bits, 32, torch.float32)
     gate_up, down = (weight._replace(scales=weight.scales / 8) for weight in (gate_up, down))
     out = on_cuda.experts(x, ids, weights, gate_up, down, "silu")
-    expected = dense(x, ids, weights, exact(gate_up), exact(down))
+    expected = dense(x, ids, weights, exact_numbers(gate_up), exact_numbers(down))
     assert error(out.flatten(), expected.flatten()) < FP32[1]
 
 

@@ -10,12 +10,13 @@ from tests.interpreter import (  # noqa: F401
     FP32,
     dot_of_rows_alone,
     error,
+    exact_numbers,
     interpreted,
     interpreter,
     poisoned_memory,
 )
-from tests.quantized import exact, quantized_weight
 from tritium import kernels
+from tritium.benchmarks.quantized_weights import quantized_weight
 from tritium.kernels import AttentionMetadata, KVCache
 
 with interpreted():
@@ -82,7 +83,7 @@ def test_quantised_weights(shape, group_size, bits, dtype, bound):
     """Groups smaller than a block, as large, larger, and a last one that is cut off."""
     weight = quantized_weight(shape, bits, group_size, dtype)
     bias = torch.randn(shape[0]).to(dtype)
-    numbers = exact(weight)
+    numbers = exact_numbers(weight)
     assert error(weight._replace(dtype=torch.float32).dequantize(), numbers) < FP32[1]
     for num_rows in (1, 3, 65):
         x = rows_of(num_rows, shape[1], dtype)

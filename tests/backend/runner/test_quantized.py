@@ -9,7 +9,6 @@ from transformers import LlamaConfig, Phi3Config, PreTrainedConfig, Qwen3MoeConf
 from tests.backend.runner import test_models
 from tests.interpreter import error
 from tests.kernels.test_attention import make_metadata
-from tests.quantized import quantized_weight
 from tritium import kernels
 from tritium.backend.runner.models import DecoderModel
 from tritium.backend.runner.models.loader import load_config, load_weights
@@ -18,6 +17,7 @@ from tritium.backend.runner.models.quantized import (
     read_quantization,
     read_quantized,
 )
+from tritium.benchmarks.quantized_weights import quantized_weight
 from tritium.kernels import KVCache, StoredWeight, as_tensor
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}

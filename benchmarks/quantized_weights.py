@@ -1,7 +1,6 @@
-"""Random quantised weights for tests of kernels and models."""
+"""Random quantised weights, for checks of kernels and models."""
 
 import torch
-from torch import Tensor
 
 from tritium.kernels.quantized_weight import QuantizedWeight
 
@@ -20,18 +19,3 @@ def quantized_weight(
     scales = (torch.rand(groups) * 0.4).half()
     zeros = torch.randint(17, groups, dtype=torch.uint8)
     return QuantizedWeight(values, scales, zeros, group_size, dtype)
-
-
-def exact(weight: QuantizedWeight) -> Tensor:
-    """Its numbers one by one, in float64."""
-    numbers = torch.empty(weight.shape, dtype=torch.float64)
-    for index in torch.cartesian_prod(*map(torch.arange, weight.shape)).tolist():
-        *row, i = index
-        group = (*row, i // weight.group_size)
-        if weight.zeros is None:
-            value = float(weight.values[*row, i])
-        else:
-            byte = int(weight.values[*row, i // 2])
-            value = (byte >> 4 if i % 2 else byte & 15) - int(weight.zeros[group])
-        numbers[*row, i] = value * float(weight.scales[group])
-    return numbers
