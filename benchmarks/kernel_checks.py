@@ -26,7 +26,7 @@ from tritium.benchmarks.batches import (
 from tritium.benchmarks.phases import Case, Setup
 from tritium.benchmarks.quantized_weights import quantized_weight
 from tritium.benchmarks.timing import seconds_per_call
-from tritium.kernels import KVCache, SamplingTensors, reference
+from tritium.kernels import KVCache, PackedLinear, PackedWeight, SamplingTensors, reference
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # Error of a quantised cache against its source: half a rounding step, plus the dtype's error.
@@ -177,7 +177,8 @@ def quantised_checks(setup: Setup) -> Iterator[Case]:
 def check_quantised_product(
     setup: Setup, shape: tuple[int, int], bits: int, group_size: int
 ) -> dict[str, Any]:
-    x = random(setup.device, 300, shape[1])
+    out_features, in_features = shape
+    x = random(setup.device, 300, in_features)
     stored = quantized_weight(shape, bits, group_size, x.dtype).to(x)
     weight, plain = kernels.pack_linear(stored), kernels.pack_linear(stored.dequantize())
     with poisoned_memory():
@@ -193,12 +194,16 @@ def check_quantised_product(
         for kind in (weight, plain):
             copies = [kind]
             if setup.on_gpu:  # more than its caches hold
-                assert not isinstance(kind, PackedWeight)
-                copies += [kind.to(x, copy=True) for _ in range(2**28 // (x.shape[1] * len(plain)))]
+                copies += [_copy(kind) for _ in range(2**28 // (out_features * in_features))]
             calls = [partial(kernels.linear, x[:rows], copy) for copy in copies]
             seconds.append(seconds_per_call(calls, setup.device))
         times[f"of_bfloat16_{rows}"] = seconds[1] / seconds[0]
     return result | times | {"different": different, "passed": result["passed"] and not different}
+
+
+def _copy(weight: PackedLinear) -> PackedLinear:
+    assert not isinstance(weight, PackedWeight), "only of weights on a GPU"
+    return weight.clone() if isinstance(weight, Tensor) else weight.map(torch.clone)
 
 
 def check_tokens_alone(setup: Setup, heads: Heads, cache_dtype: torch.dtype) -> dict[str, Any]:
