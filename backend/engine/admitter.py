@@ -104,10 +104,13 @@ class Admitter:
         self._send_back(victim)
 
     def undo_admissions(self) -> None:
-        """Send back the sequences of which nothing was computed since they were admitted."""
+        """Send back the sequences of which nothing was computed since they were admitted. Those of
+        which nothing ever was have not left the queue, as far as their deadlines know."""
         block_size = self._block_manager.block_size
         for sequence in self.running.copy():
             if sequence.num_computed_tokens == sequence.num_found_blocks * block_size:
+                if not sequence.num_lost_tokens:
+                    sequence.scheduled_time, sequence.num_cached_tokens = 0.0, 0
                 self._send_back(sequence)
 
     def check_integrity(self) -> None:
@@ -164,9 +167,8 @@ class Admitter:
         num_growing = num_running - manager.num_promises
         reserve = num_growing * self._config.reserve_blocks_per_seq
         wanted = request.max_kv_tokens if self._is_protected(sequence) else sequence.num_tokens
-        free = manager.num_available_blocks + manager.num_exclusive_blocks(without)
-        missing = manager.num_missing_blocks(computed, wanted)
-        return num_running < self._config.max_num_seqs and missing + reserve <= free
+        missing = manager.num_missing_blocks(computed, wanted, without)
+        return num_running < self._config.max_num_seqs and missing + reserve <= 0
 
     def _make_room(self, sequence: Sequence, computed: list[int], victims: list[Sequence]) -> bool:
         """Whether a waiting sequence can run now; preempts victims only if that lets it run."""

@@ -14,7 +14,7 @@ import hashlib
 import secrets
 import time
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -140,15 +140,16 @@ class BlockManager:
             computed.append(block.block_id)
         return computed
 
-    def num_missing_blocks(self, computed: list[int], num_tokens: int) -> int:
-        """Free blocks needed to hold `num_tokens` tokens, starting with the computed blocks."""
-        revived = sum(1 for block_id in computed if self.blocks[block_id].ref_count == 0)
-        return self.blocks_for(num_tokens) - len(computed) + revived
-
-    def num_exclusive_blocks(self, sequences: Iterable[Sequence]) -> int:
-        """Blocks that exactly one sequence holds, one of these."""
-        tables = chain.from_iterable(sequence.block_table for sequence in sequences)
-        return sum(1 for block_id in tables if self.blocks[block_id].ref_count == 1)
+    def num_missing_blocks(
+        self, computed: list[int], num_tokens: int, without: Iterable[Sequence] = ()
+    ) -> int:
+        """Blocks that `num_tokens` tokens, starting with the computed blocks, need beyond those
+        that are available, if the sequences in `without` held none. At most 0: they fit."""
+        left = Counter(chain.from_iterable(sequence.block_table for sequence in without))
+        freed = {block_id for block_id, n in left.items() if n == self.blocks[block_id].ref_count}
+        revived = sum(1 for i in computed if i in freed or self.blocks[i].ref_count == 0)
+        needed = self.blocks_for(num_tokens) - len(computed) + revived
+        return needed - self.num_available_blocks - len(freed)
 
     def touch(self, sequence: Sequence, computed: list[int]) -> None:
         """Let a sequence that holds no blocks start with these computed blocks."""

@@ -47,6 +47,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}  # all unfinished ones, by request id
         self._arrival_indices = count()
         self._steps_until_growth = 0
+        self._num_steps = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. A fork joins the queue when its leader's prompt has been computed."""
@@ -92,6 +93,9 @@ class Scheduler:
         # one token to compute, since a sequence that does not get all of its tokens has used up the
         # budget, and none is admitted behind it; a failed step that was run apart may leave more.
         #
+        # After a step found no memory, the budget may be smaller than the running batch. Then those
+        # take turns that have waited longest for a step.
+        #
         # A running sequence that lacks a block preempts the latest one of the lowest class, in the
         # end itself. Drafts get what is then left of the budget and of the free blocks.
         batch: list[ScheduledSequence] = []
@@ -99,6 +103,7 @@ class Scheduler:
         admitter, running = self.admitter, self.running
         num_preemptions = admitter.num_preemptions
         admitter.start_step()
+        left_out = self._left_out()
 
         i = 0
         for request_class in RequestClass:
@@ -107,7 +112,7 @@ class Scheduler:
                 i += 1
                 behind = len(running) - i
                 num_new = min(sequence.num_tokens_to_compute, budget, max(budget - behind, 1))
-                if not num_new:
+                if not num_new or sequence in left_out:
                     continue
                 while not self.block_manager.allocate(sequence, num_new):
                     victim = admitter.victims()[0]
@@ -121,9 +126,10 @@ class Scheduler:
 
             if admitter.num_preemptions > num_preemptions:
                 continue  # there are no blocks to spare
-            while budget > len(running) - i and (admitted := admitter.admit(request_class)):
+            behind = sum(1 for s in islice(running, i, None) if s.num_tokens_to_compute)
+            while budget > behind and (admitted := admitter.admit(request_class)):
                 i += 1
-                num_new = min(admitted.num_tokens_to_compute, budget - (len(running) - i))
+                num_new = min(admitted.num_tokens_to_compute, budget - behind)
                 allocated = self.block_manager.allocate(admitted, num_new)
                 assert allocated, "a sequence was admitted without blocks for it"
                 batch.append(ScheduledSequence.of(admitted, num_new))
@@ -140,6 +146,8 @@ class Scheduler:
         for sequence, _, end, samples, _ in batch:
             sequence.num_computed_tokens = end
             sequence.num_pending_tokens += samples
+            sequence.last_step = self._num_steps
+        self._num_steps += 1
         if self.token_budget < self.max_num_batched_tokens:
             self._steps_until_growth -= 1
             if not self._steps_until_growth:
@@ -248,6 +256,14 @@ class Scheduler:
         if sequence.status is SequenceStatus.RUNNING:
             self.block_manager.cache_full_blocks(sequence, num_computed)
         self.drafts.take_back(scheduled, num_dropped, num_computed)
+
+    def _left_out(self) -> set[Sequence]:
+        """The running sequences that get no token in this step, though they have some to compute:
+        the budget is smaller than their number, and others have waited longer."""
+        if self.token_budget >= len(self.running):
+            return set()
+        ready = [s for s in self.running if s.num_tokens_to_compute]
+        return set(sorted(ready, key=lambda s: s.last_step)[self.token_budget :])
 
     def _set_budget(self, num_tokens: int) -> None:
         self.token_budget = num_tokens

@@ -48,6 +48,7 @@ class Sequence:
     # -- set by the scheduler --
     num_pending_tokens: int = 0
     arrival_index: int = 0  # number of sequences that arrived before
+    last_step: int = -1  # number of the last step that computed some of it
     leader: "Sequence | None" = None  # the sequence that it forks
     forks: list["Sequence"] = field(default_factory=list)  # wait until this prompt is computed
     proposer: NgramProposer | None = None  # of draft tokens

@@ -314,8 +314,7 @@ def test_revived_blocks_are_not_counted_twice(num_tokens, fits):
     blocks = manager.get_computed_blocks(sequence)
     assert blocks == [0, 1]
     assert manager.num_free_blocks == 3  # including the two found ones
-    missing = manager.num_missing_blocks(blocks, num_tokens)
-    assert (missing <= manager.num_available_blocks) is fits
+    assert (manager.num_missing_blocks(blocks, num_tokens) <= 0) is fits
 
 
 @pytest.mark.parametrize(("num_tokens", "fits"), [(12, True), (13, False)])
@@ -325,7 +324,24 @@ def test_blocks_that_another_sequence_holds_are_not_missing(num_tokens, fits):
     sequence = make_sequence(range(num_tokens))
     assert manager.num_free_blocks == 1
     missing = manager.num_missing_blocks(manager.get_computed_blocks(sequence), num_tokens)
-    assert (missing <= manager.num_available_blocks) is fits
+    assert (missing <= 0) is fits
+
+
+@pytest.mark.parametrize(("num_tokens", "missing"), [(12, -1), (16, 0), (20, 1)])
+def test_blocks_that_would_be_free_and_found_are_not_counted_twice(num_tokens, missing):
+    """Without two sequences that share the found blocks."""
+    manager = make_manager(6)
+    holder = computed(manager, range(8))
+    other = make_sequence([*range(8), 50])
+    manager.touch(other, manager.get_computed_blocks(other))
+    assert manager.allocate(other, 1)
+    computed(manager, range(100, 108))  # stays
+    blocks = manager.get_computed_blocks(make_sequence(range(20)))
+    assert blocks == holder.block_table
+    assert manager.num_missing_blocks(blocks, num_tokens, [holder, other]) == missing
+    for sequence in (holder, other):
+        manager.free(sequence)
+    assert manager.num_missing_blocks(blocks, num_tokens) == missing
 
 
 # -- check_integrity --

@@ -395,6 +395,17 @@ def test_no_sequence_is_preempted_if_the_waiting_one_would_still_not_fit():
     assert plans(scheduler, 1) == [[(0, 1), (1, 1)]]
 
 
+def test_no_sequence_is_preempted_in_vain_for_blocks_that_it_shares():
+    """The waiting one needs 11 blocks and finds 4. Without the victim 10 are free, among them the
+    4 found ones, so that only 6 others are left for the 7 that it lacks."""
+    scheduler = make_scheduler(num_blocks=12, prefix_cache=True, max_num_batched_tokens=64)
+    add(scheduler, make_sequence(range(100, 107), request_id=0))
+    add(scheduler, make_sequence(range(23), request_id=1, **OFFLINE))
+    assert plans(scheduler, 1) == [[(0, 7), (1, 23)]]
+    add(scheduler, make_sequence([*range(16), *range(50, 77)], request_id=2))
+    assert plans(scheduler, 1) == [[(0, 1), (1, 1)]]
+
+
 def test_the_victim_is_the_latest_of_the_lowest_class():
     scheduler = make_scheduler(num_blocks=8)
     add(scheduler, make_sequence(range(8), request_id=0, **OFFLINE))
@@ -523,6 +534,31 @@ def test_a_step_without_memory_sends_back_only_the_sequences_it_admitted():
     assert scheduler.retreat(scheduler.schedule())  # a step of 1 + 10 tokens
     assert (ids(scheduler.running), ids(scheduler.waiting)) == ([0], [1])
     assert plans(scheduler, 1) == [[(0, 1), (1, 4)]]
+
+
+def test_running_sequences_take_turns_if_the_budget_is_smaller_than_their_number():
+    scheduler = make_scheduler(max_num_seqs=8, max_num_batched_tokens=16)
+    offline = {"request_class": RequestClass.OFFLINE}
+    add(scheduler, *(make_sequence([1], request_id=i, **offline) for i in range(6)))
+    add(scheduler, make_sequence([1], request_id=6), make_sequence([1], request_id=7))
+    assert plans(scheduler, 1) == [[(i, 1) for i in (6, 7, 0, 1, 2, 3, 4, 5)]]
+    assert scheduler.retreat(scheduler.schedule())
+    assert plans(scheduler, 4) == 2 * [
+        [(6, 1), (7, 1), (0, 1), (1, 1)],
+        [(2, 1), (3, 1), (4, 1), (5, 1)],
+    ]
+
+
+def test_a_sequence_that_is_sent_back_before_its_first_step_keeps_its_deadlines():
+    now = [1.0]
+    scheduler = make_scheduler(clock=lambda: now[0])
+    add(
+        scheduler, make_sequence(range(10), deadlines=(Deadline(2.0, Milestone.ADMISSION, "late"),))
+    )
+    assert scheduler.retreat(scheduler.schedule())
+    now[0] = 2.0
+    [output] = scheduler.expire()
+    assert (output.finish_reason, output.error, output.scheduled_time) == ("expired", "late", 0)
 
 
 def test_a_waiting_sequence_computes_the_block_itself_if_the_other_one_ends():

@@ -7,6 +7,7 @@ right up to some token; a rejected draft leaves wrong KV behind. Time passes onl
 a rule of the machine.
 """
 
+from collections import Counter
 from dataclasses import replace
 
 from hypothesis import settings
@@ -169,7 +170,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.scheduler = Scheduler(self.config, self.manager, clock=lambda: self.now)
         self.scheduler.admitter._is_computed_soon = self._is_computed_soon
+        self.scheduler.admitter._make_room = self._make_room
         self.wait_for_another: set[Sequence] = set()  # for a block that this step computes
+        self.left_out: Counter[Sequence] = Counter()  # steps in a row that did not compute it
+        self.computed: set[int] = set()  # requests of which a step has computed something
         self.model = FakeModel(self.manager)
         self.overlap = overlap
         self.in_flight: tuple[list[ScheduledSequence], list[SampledToken]] | None = None
@@ -231,6 +235,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             fork_of=fork_of,
             speculative=drafts,
         )
+        self._submit(request)
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(number=st.integers(0, 4), room=st.integers(1, 8))
+    def share_a_running_prefix(self, number, room):
+        """A long interactive request, of which a running sequence has a part."""
+        running = self.scheduler.running[number % len(self.scheduler.running)]
+        prompt = [*running.token_ids, *[0] * self.num_tokens][: self.num_tokens - room]
+        salt = running.request.cache_salt
+        self._submit(EngineRequest(len(self.requests), prompt, 1, cache_salt=salt))
+
+    def _submit(self, request: EngineRequest) -> None:
         if request.max_kv_tokens > self.num_tokens:
             return  # refused by the engine
         self.requests.append(request)
@@ -238,7 +254,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.reasons.append([])
         sequence = Sequence(request)
         self.scheduler.add(sequence)
-        assert bool(sequence.proposer) == bool(self.speculative and drafts)
+        assert bool(sequence.proposer) == bool(self.speculative and request.speculative)
         if sequence.proposer:
             sequence.proposer = FakeProposer(request)
 
@@ -254,7 +270,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for sequence in self.scheduler._sequences.values():
             for deadline in sequence.request.deadlines:
                 if deadline.milestone is Milestone.ADMISSION:
-                    reached = sequence.scheduled_time > 0
+                    reached = sequence.request_id in self.computed
                 elif deadline.milestone is Milestone.FIRST_TOKEN:
                     reached = bool(self.tokens[sequence.request_id])
                 else:
@@ -283,8 +299,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """
         steps = [self.scheduler.schedule()]
         if is_launched:
-            self.model.launch(steps[0])
-            self.scheduler.advance(steps[0])
+            self._launch(steps[0])
             if self.in_flight:
                 steps.insert(0, self.in_flight[0])
             for batch in steps:
@@ -300,9 +315,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self._take(self.scheduler.end(failed, FinishReason.ERROR, "failed"))
                 if not first and no_memory and part and self.scheduler.retreat(part):
                     continue
-                sampled = self.model.launch(part)
-                self.scheduler.advance(part)
-                self._take(self.scheduler.update(part, sampled))
+                self._take(self.scheduler.update(part, self._launch(part)))
 
     @precondition(lambda self: self.scheduler.has_unfinished())
     @rule()
@@ -355,6 +368,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.wait_for_another.add(sequence)
         return found
 
+    def _make_room(self, sequence: Sequence, computed: list[int], victims: list[Sequence]) -> bool:
+        before = self.scheduler.admitter.num_preemptions
+        has_room = Admitter._make_room(self.scheduler.admitter, sequence, computed, victims)
+        assert has_room or self.scheduler.admitter.num_preemptions == before, "preempted in vain"
+        return has_room
+
+    def _launch(self, batch: list[ScheduledSequence]) -> list[SampledToken]:
+        sampled = self.model.launch(batch)
+        self.scheduler.advance(batch)
+        for scheduled in batch:
+            self.computed.add(scheduled.sequence.request_id)
+            del self.left_out[scheduled.sequence]
+        return sampled
+
     def _step(self) -> None:
         running, bypasses = list(self.scheduler.running), self._bypasses()
         self.wait_for_another.clear()
@@ -362,8 +389,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._check_batch(batch, running)
         self._check_victims(running)
         self._check_order(batch, running, bypasses)
-        before, self.in_flight = self.in_flight, (batch, self.model.launch(batch))
-        self.scheduler.advance(batch)
+        before, self.in_flight = self.in_flight, (batch, self._launch(batch))
         if before:
             self._take(self.scheduler.update(*before))
         if not self.overlap or self.scheduler.waits_for(batch):
@@ -376,9 +402,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         now_running = self.scheduler.running
         new_tokens = [s.num_new_tokens for s in batch]
         assert sum(new_tokens) <= self.scheduler.token_budget <= self.budget
-        # Each running sequence gets a token, unless memory was short.
+        # Each running sequence gets a token; in turns, if memory was short.
         left_out = {s for s in now_running if s.num_tokens_to_compute} - set(scheduled)
-        assert not left_out or sum(new_tokens) == self.scheduler.token_budget < self.budget
+        preempted = any(s not in now_running for s in running)
+        budget = self.scheduler.token_budget
+        assert not left_out or preempted or sum(new_tokens) == budget < self.budget
+        self.left_out = Counter({s: self.left_out[s] + 1 for s in left_out})
+        num_turns = -(-self.max_num_seqs // budget)
+        assert all(n < num_turns for n in self.left_out.values()), "others had more turns"
         assert all(num_new >= 1 for num_new in new_tokens)
         assert all(s.end <= s.sequence.request.max_kv_tokens for s in batch)
         assert [n > 1 for n in new_tokens] == sorted(n > 1 for n in new_tokens)
