@@ -84,6 +84,7 @@ class TritonPythonModel:
         from tritium.backend.runner.calibration import measure_weights
         from tritium.backend.runner.model_runner import ModelRunner
         from tritium.backend.runner.models.loader import resolve
+        from tritium.backend.supervisor import Supervisor
 
         name, version = args["model_name"], args["model_version"]
         model_config = json.loads(args["model_config"])
@@ -106,6 +107,7 @@ class TritonPythonModel:
             ).result()
         busy_time = BusyTime(weights, warmup=time.perf_counter_ns() - begin)
         tokenizer = Tokenizer(Path(config.model))
+        supervisor = Supervisor(config.exit_on_crash)
         ledger = trace = None
         if config.ledger_path:
             with _blaming("ledger_path", config.ledger_path):
@@ -124,6 +126,7 @@ class TritonPythonModel:
             max_model_len,
             vllm=report_vllm.get("string_value", "").lower() in ("true", "yes"),
             business_lines=config.business_lines,
+            supervisor=supervisor,
         )
         stack.callback(metrics.close)
         if config.trace_path:
@@ -153,9 +156,13 @@ class TritonPythonModel:
             billing,
             busy_time,
             trace,
+            supervisor,
         )
         stack.callback(front.stop)
-        stack.callback(ServerWatch(name, version, front.stop).stop)
+        for sink in (metrics, trace, ledger):  # they get what the front has ended
+            if sink:
+                supervisor.on_failure(sink.close)
+        stack.callback(ServerWatch(name, version, front.stop, supervisor).stop)
         if config.exit_on_crash:
             stack.callback(Guardian(name).dismiss)
         logger.info(

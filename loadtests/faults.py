@@ -1,11 +1,13 @@
 """A model runner whose steps fail when a request asks for it, by its seed or its prompt."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from tritium.backend.engine.request import SampledToken
 from tritium.backend.engine.sequence import ScheduledSequence
+from tritium.backend.engine.usage import DeviceTotals
 from tritium.backend.runner.model_runner import ModelRunner
 
 # Seeds.
@@ -21,6 +23,17 @@ import tritium.backend.runner.model_runner
 from tritium.loadtests.faults import FaultyRunner
 
 tritium.backend.runner.model_runner.ModelRunner = FaultyRunner
+
+from tritium.backend.triton_model import TritonPythonModel
+"""
+
+
+# Replaces a model folder's model.py: the output thread raises once a file `fails` is beside it.
+OUTPUT_PY = """
+from pathlib import Path
+from tritium.loadtests.faults import fail_output_thread
+
+fail_output_thread(Path(__file__).with_name("fails"))
 
 from tritium.backend.triton_model import TritonPythonModel
 """
@@ -42,6 +55,20 @@ class FaultyRunner(ModelRunner):
         if any(s.request.seed == FAILS_LATE and s.num_output_tokens >= 4 for s in sequences):
             return _fail
         return read
+
+
+def fail_output_thread(file: Path) -> None:
+    """Make the output thread raise as soon as there is a file."""
+    from tritium.backend.accounts.billing import Billing
+
+    book = Billing.totals
+
+    def totals(self: Billing, totals: DeviceTotals) -> None:
+        if file.exists():
+            raise RuntimeError("injected")
+        book(self, totals)
+
+    Billing.totals = totals  # type: ignore[method-assign]
 
 
 def _fail() -> list[SampledToken]:

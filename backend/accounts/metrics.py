@@ -20,6 +20,7 @@ from tritium.backend.engine.engine import EngineStats, StepRecord
 from tritium.backend.engine.request import FinishReason, RequestClass
 from tritium.backend.engine.usage import DeviceTotals
 from tritium.backend.errors import ERRORS, RefusalReason
+from tritium.backend.supervisor import Supervisor
 
 logger = logging.getLogger("tritium")
 
@@ -63,10 +64,17 @@ class Metrics:
         max_model_len: The upper bound of vLLM's token histograms.
         vllm: Whether to add vLLM's metrics.
         business_lines: Business lines with a label of their own; all others count as "other".
+        supervisor: Starts the thread.
     """
 
     def __init__(
-        self, model: str, version: str, max_model_len: int, vllm: bool, business_lines: list[str]
+        self,
+        model: str,
+        version: str,
+        max_model_len: int,
+        vllm: bool,
+        business_lines: list[str],
+        supervisor: Supervisor,
     ) -> None:
         self._labels = {"model": model, "version": version}
         # A metric dies with its family, so these are kept, even beyond this object's life:
@@ -85,8 +93,7 @@ class Metrics:
         except pb_utils.TritonModelException as error:
             logger.warning(f"no custom metrics: {error}")
             return
-        self._thread = threading.Thread(target=self._run, name="metrics")
-        self._thread.start()
+        self._thread = supervisor.start("metrics", self._run, daemon=False)
 
     def request_finished(self, row: RequestRow, gaps: list[float]) -> None:
         """Count a request.

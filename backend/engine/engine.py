@@ -34,6 +34,7 @@ from tritium.backend.errors import (
     Unavailable,
     is_fatal,
 )
+from tritium.backend.supervisor import Supervisor
 
 logger = logging.getLogger("tritium")
 
@@ -449,27 +450,27 @@ class Engine:
 
     # -- start and stop --
 
-    def start(self) -> None:
+    def start(self, supervisor: Supervisor | None = None) -> None:
         """Step on a thread of the engine's own until `stop()`."""
         self._report_totals()
-        # A daemon, so that a step that hangs does not keep the process from ending.
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        with self._wake:  # the thread waits until it is known
+            # A daemon, so that a step that hangs does not keep the process from ending.
+            self._thread = (supervisor or Supervisor()).start("engine", self._run)
 
-    def stop(self, drain_seconds: float) -> None:
+    def stop(self, drain_seconds: float, reason: str = "the model is shutting down") -> None:
         """Refuse new requests, continue with the others for `drain_seconds`, then end them.
 
         Takes at most `drain_seconds`, one step, and no more than 10 seconds for that step.
         """
         with self._wake:
-            self._stopping = self._stopping or "the model is shutting down"
+            self._stopping = self._stopping or reason
         deadline = time.monotonic() + drain_seconds
         while self.admission_control.num_slots and time.monotonic() < deadline and self.is_alive():
             time.sleep(0.02)
         with self._wake:
             self._thread, thread = None, self._thread
             self._wake.notify()
-        if thread:
+        if thread and thread is not threading.current_thread():
             thread.join(_STEP_SECONDS)
             if thread.is_alive():
                 logger.error(f"a step hangs for {_STEP_SECONDS} s; its sequences end without it")
@@ -484,11 +485,11 @@ class Engine:
             while self._wait_for_work():
                 in_flight = self.step(in_flight)
         except BaseException as error:
-            logger.critical("the engine's loop ended; nothing is served any more", exc_info=True)
             with self._wake:
                 self._stopping = f"the engine has failed and serves nothing any more: {error!r}"
             self._end_all()
             self._report_totals()
+            raise
 
     def _wait_for_work(self) -> bool:
         """Wait until there is something to do. False: the engine was stopped."""

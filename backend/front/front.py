@@ -36,6 +36,7 @@ from tritium.backend.front.protocol import GenerationRequest, parse
 from tritium.backend.front.structured import Grammar, GrammarCompiler
 from tritium.backend.front.tokenizer import Tokenizer
 from tritium.backend.front.vocabulary import Vocabulary
+from tritium.backend.supervisor import Supervisor
 
 logger = logging.getLogger("tritium")
 
@@ -63,6 +64,7 @@ class Front:
         billing: Opens and closes a bill for every request.
         busy_time: Shares the engine's time among the requests.
         trace: Records every request that ends.
+        supervisor: Starts the threads; told to end all requests when one of them fails.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Front:
         billing: Billing,
         busy_time: BusyTime | None = None,
         trace: TraceWriter | None = None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self._drain_seconds = config.drain_seconds
         self._inputs = InputProcessor(config, tokenizer, max_model_len, vocabulary)
@@ -94,10 +97,12 @@ class Front:
         self._output_thread = OutputThread(
             outputs, self._engine, tokenizer, metrics, billing, trace, self._poll_compiling
         )
+        self._supervisor = supervisor or Supervisor()
+        self._supervisor.on_failure(self._fail)
         with ExitStack() as stack:
-            self._engine.start()
+            self._engine.start(self._supervisor)
             stack.callback(self._engine.stop, 0)
-            self._output_thread.start()
+            self._output_thread.start(self._supervisor)
             stack.pop_all()
 
     def is_ready(self) -> bool:
@@ -154,14 +159,24 @@ class Front:
             return
         self._is_stopped = True
         self._engine.stop(self._drain_seconds)
+        self._withdraw_compiling(Unavailable("the model is shutting down", RefusalReason.DRAINING))
+        self._output_thread.stop()
+
+    def _fail(self) -> None:
+        """End all requests with an error, as a thread that serves them has failed."""
+        self._is_stopped = True
+        error = Unavailable(self._supervisor.reason)
+        self._engine.stop(0, self._supervisor.reason)
+        self._withdraw_compiling(error)
+        self._output_thread.stop(timeout=2)
+        self._output_thread.fail_all(error)
+
+    def _withdraw_compiling(self, error: Unavailable) -> None:
         with self._compiling_lock:
             compiling = list(self._compiling.values())
             self._compiling.clear()
         for accepted in compiling:
-            self._withdraw(
-                accepted, Unavailable("the model is shutting down", RefusalReason.DRAINING)
-            )
-        self._output_thread.stop()
+            self._withdraw(accepted, error)
 
     def _submit_compiled(self, compiling_id: int, compiled: Future[Grammar]) -> None:
         """Submit a request whose grammar is done, unless it was cancelled. Never raises."""

@@ -32,6 +32,7 @@ from tritium.backend.errors import (
 from tritium.backend.front.output import RequestOutput
 from tritium.backend.front.protocol import GenerationRequest, response_tensors
 from tritium.backend.front.tokenizer import Tokenizer
+from tritium.backend.supervisor import Supervisor
 
 logger = logging.getLogger("tritium")
 
@@ -111,18 +112,36 @@ class OutputThread:
         self._trace = trace
         self._on_poll = on_poll
         self._live: dict[int, LiveRequest] = {}  # by the engine's request id
-        self._thread = threading.Thread(target=self._run, name="output")
+        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        self._thread.start()
+    def start(self, supervisor: Supervisor) -> None:
+        self._thread = supervisor.start("output", self._run, daemon=False)
 
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread is not None and self._thread.is_alive()
 
-    def stop(self) -> None:
-        """Send everything the engine has put so far, then end the thread."""
+    def stop(self, timeout: float | None = None) -> None:
+        """Send everything the engine has put so far, then end the thread.
+
+        Args:
+            timeout: Seconds to wait for the end of the thread; None: as long as it takes.
+        """
         self._outputs.put(None)
-        self._thread.join()
+        if self._thread and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    def fail_all(self, error: RequestError) -> None:
+        """End the requests that have no final response yet with an error, after the thread.
+
+        What they have cost is on their bills.
+        """
+        for live in set(self._live.copy().values()):
+            self._guarded(self._fail, live, error)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                for output in _outputs_of(self._outputs.get_nowait()):
+                    if output.finish_reason:
+                        self._billing.engine_ended(output)
 
     def add(self, live: LiveRequest) -> None:
         """Register a request; call it before the engine has the request."""
@@ -215,6 +234,11 @@ class OutputThread:
         live.responder.send(tensors, final)
         live.has_sent = True
 
+    def _fail(self, live: LiveRequest, error: RequestError) -> None:
+        self._forget(live)
+        self._billing.close(live.bill, error.code.lower())
+        live.responder.fail(error)
+
     def _end(self, live: LiveRequest, reason: FinishReason | None) -> None:
         self._forget(live)
         answers = [output.usage() for output in live.outputs.values()]
@@ -252,14 +276,21 @@ class OutputThread:
                 self._engine.abort(request_id)
 
 
+def _outputs_of(stepped: list[EngineOutput] | DeviceTotals | None) -> list[EngineOutput]:
+    return stepped if isinstance(stepped, list) else []
+
+
 def _lower_priority() -> None:
     """Keep the calling thread from preempting the threads that run the model on a CPU.
 
     All of them wait for an interrupted one. With a batch of 32 this gives 5 % more tokens/s.
     """
     thread = threading.get_native_id()
-    os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
-    os.setpriority(os.PRIO_PROCESS, thread, 10)
+    # Not permitted where it would be a raise (at nice 15, or idle), or to no one (gVisor).
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread, 10)
 
 
 def _error(request: GenerationRequest, output: EngineOutput) -> RequestError | None:

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from tritium.backend.supervisor import Supervisor
+
 logger = logging.getLogger("tritium")
 
 _INTERVAL = 0.5  # seconds
@@ -31,6 +33,7 @@ class ServerWatch:
         model_name: The model's name on the server.
         model_version: The model's version on the server.
         on_leaving: Called at most once, on the watch's thread.
+        supervisor: Starts the thread.
         command: The server's command line; None: that of this process's parent.
     """
 
@@ -39,14 +42,14 @@ class ServerWatch:
         model_name: str,
         model_version: str,
         on_leaving: Callable[[], None],
+        supervisor: Supervisor,
         command: list[str] | None = None,
     ) -> None:
         self._path = f"/v2/models/{model_name}/versions/{model_version}/ready"
         self._on_leaving = on_leaving
         self._endpoint = _http_endpoint(command or _command_of(os.getppid()))
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="server watch", daemon=True)
-        self._thread.start()
+        self._thread = supervisor.start("server watch", self._run)
 
     def stop(self) -> None:
         """Stop polling; if `on_leaving` is running, wait for it."""

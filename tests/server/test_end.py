@@ -9,6 +9,7 @@ import tritonclient.grpc as grpcclient
 
 from tritium.backend.host.serve import TritonServer
 from tritium.client import GenerationError, GrpcClient
+from tritium.loadtests.faults import BREAKS, MODEL_PY, OUTPUT_PY
 from tritium.loadtests.harness import free_ports, until, write_model
 
 ENDLESS = {"max_tokens": 2000, "ignore_eos": True, "temperature": 0}
@@ -106,6 +107,32 @@ def test_server_whose_stub_is_killed_exits_and_ends_its_streams(start, models, t
     for stream in running:
         assert error_of(stream).code == "UNAVAILABLE"
     assert server.process.wait(20) != 0
+
+
+@pytest.mark.parametrize("thread", ["output", "engine"])
+def test_server_exits_when_a_thread_of_the_model_fails(
+    start, models, tiny_weights, tmp_path, thread
+):
+    """All open requests get an error, and a bill."""
+    ledger = tmp_path / "ledger"
+    write_model(models, "m", model=tiny_weights, ledger_path=ledger, **PARAMETERS)
+    (models / "m/1/model.py").write_text(MODEL_PY if thread == "engine" else OUTPUT_PY)
+    server, address = start("m")
+    running = streams(address, "m")
+    if thread == "engine":
+        for _ in range(3):
+            with pytest.raises(GenerationError):
+                GrpcClient(address, "m").generate("Go", sampling=ENDLESS | {"seed": BREAKS})
+    (models / "m/1/fails").touch()
+    errors = [error_of(stream) for stream in running]
+    assert {error.code for error in errors} <= {"UNAVAILABLE", "INTERNAL"}
+    if thread != "engine":
+        reason = "the model's thread 'output' has failed: RuntimeError('injected')"
+        assert {error.message for error in errors} == {reason}
+    server.process.wait(20)
+    (file,) = ledger.glob("*.ledger")
+    (number,) = sqlite3.connect(file).execute("SELECT count(*) FROM requests").fetchone()
+    assert number == (6 if thread == "engine" else 3)
 
 
 def test_server_without_exit_on_crash_serves_its_other_models(start, models, tiny_weights):

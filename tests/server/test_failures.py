@@ -32,6 +32,7 @@ def model(server, repository, control, tiny_weights):
         kv_cache_memory="16MiB",
         max_model_len=2048,
         max_num_seqs=16,
+        exit_on_crash="false",
     )
     (repository / "failing/1/model.py").write_text(MODEL_PY)
     control.load_model("failing")

@@ -14,6 +14,7 @@ from tritium.backend.front.input_processor import Arrival, InputProcessor
 from tritium.backend.front.output_thread import LiveRequest, OutputThread
 from tritium.backend.front.protocol import parse
 from tritium.backend.front.vocabulary import Vocabulary
+from tritium.backend.supervisor import Supervisor
 from tritium.loadtests.harness import until
 
 
@@ -52,7 +53,7 @@ def thread(outputs, tokenizer):
     thread = OutputThread(
         outputs, Idle(), tokenizer, NoMetrics(), Billing(NoMetrics()), None, lambda: None
     )
-    thread.start()
+    thread.start(Supervisor())
     yield thread
     thread.stop()
 

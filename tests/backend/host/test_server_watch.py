@@ -7,6 +7,7 @@ import pytest
 
 from tritium.backend.host import server_watch
 from tritium.backend.host.server_watch import ServerWatch, _http_endpoint
+from tritium.backend.supervisor import Supervisor
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def server(monkeypatch):
 
 def watch(server, leaving: threading.Event) -> ServerWatch:
     command = ["tritonserver", "--model-repository=/m", f"--http-port={server.server_port}"]
-    return ServerWatch("m", "1", leaving.set, command)
+    return ServerWatch("m", "1", leaving.set, Supervisor(), command)
 
 
 def test_model_that_is_no_longer_ready_is_leaving(server):
