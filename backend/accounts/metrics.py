@@ -123,8 +123,6 @@ class Metrics:
             self._later(self._stall.observe, max(gaps))
         if not self._vllm:
             return
-        self._later(self._vllm_prompt_tokens.increment, row.prompt_tokens)
-        self._later(self._vllm_generation_tokens.increment, row.output_tokens)
         self._later(self._vllm_ttft.observe, row.ttft_ms / 1e3)
         for gap in gaps:
             self._later(self._vllm_tpot.observe, gap)
@@ -329,12 +327,12 @@ class Metrics:
 
     def _create_vllm(self, max_model_len: int) -> None:
         counter = pb_utils.MetricFamily.COUNTER
-        self._vllm_prompt_tokens = self._metric(
-            "vllm:prompt_tokens_total", "Number of prefill tokens processed.", counter
-        )
-        self._vllm_generation_tokens = self._metric(
-            "vllm:generation_tokens_total", "Number of generation tokens processed.", counter
-        )
+        for attribute, name, description in (
+            ("num_prompt_tokens", "prompt", "Number of prefill tokens processed."),
+            ("num_output_tokens", "generation", "Number of generation tokens processed."),
+        ):
+            metric = self._metric(f"vllm:{name}_tokens_total", description, counter)
+            self._engine_counters[attribute] = [metric]
         for what in ("draft", "accepted"):
             self._engine_counters[f"num_{what}_tokens"].append(
                 self._metric(

@@ -96,6 +96,8 @@ class EngineStats:
     num_preemptions: int
     num_steps: int
     num_computed_tokens: int
+    num_prompt_tokens: int  # of prompts that were computed; once for several answers
+    num_output_tokens: int
     num_draft_tokens: int
     num_accepted_tokens: int  # draft tokens that were accepted
     prefix_overlap: Overlap  # measured if the prefix cache is `auto`
@@ -439,6 +441,8 @@ class Engine:
             num_preemptions=scheduler.admitter.num_preemptions,
             num_steps=self._num_steps,
             num_computed_tokens=self._num_computed_tokens,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_output_tokens=scheduler.num_output_tokens,
             num_draft_tokens=scheduler.drafts.num_tokens,
             num_accepted_tokens=scheduler.drafts.num_accepted_tokens,
             prefix_overlap=self._prefix_index.total if self._prefix_index else Overlap(),

@@ -48,6 +48,8 @@ class Scheduler:
         self._arrival_indices = count()
         self._steps_until_growth = 0
         self._num_steps = 0
+        self.num_prompt_tokens = 0  # of all prompts that were computed; once for several answers
+        self.num_output_tokens = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. A fork joins the queue when its leader's prompt has been computed."""
@@ -235,6 +237,10 @@ class Scheduler:
         self._note_computed(scheduled, num_dropped=len(tokens) - len(taken))
         if not taken:
             return []
+        self.num_output_tokens += len(taken)
+        if len(sequence.token_ids) - len(taken) == sequence.num_prompt_tokens:
+            is_fork = sequence.request.fork_of is not None
+            self.num_prompt_tokens += 0 if is_fork else sequence.num_prompt_tokens
         self._release_forks(sequence)
         if reason is FinishReason.INVALID and sequence.grammar:
             return self.end(sequence.request_id, reason, sequence.grammar.error)
