@@ -2,6 +2,8 @@
 
 from enum import StrEnum
 
+_MAX_CHARS = 1000  # of a message: it may be made of what the client sent
+
 
 class RefusalReason(StrEnum):
     """Why a valid request was refused."""
@@ -24,7 +26,8 @@ class RequestError(Exception):
     grpc_status = "INTERNAL"
 
     def __init__(self, message: str, reason: RefusalReason | None = None) -> None:
-        super().__init__(f"{reason}: {message}" if reason else message)
+        whole = f"{reason}: {message}" if reason else message
+        super().__init__(whole if len(whole) <= _MAX_CHARS else f"{whole[: _MAX_CHARS - 4]} ...")
         self.reason = reason
 
 

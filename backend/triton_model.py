@@ -175,20 +175,24 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Pass the requests to the front, whose output thread sends the responses."""
         for request in requests:
-            inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-            if responder := self._responder(request, inputs):
-                try:
-                    parameters = request.parameters()
-                except UnicodeDecodeError:  # HTTP clients can send any bytes as parameters
-                    responder.fail(InvalidArgument("request parameters: not valid UTF-8"))
-                else:
-                    timeout = request.timeout() / 1e6  # microseconds
-                    request_id = request.request_id()
-                    self._front.handle(inputs, parameters, responder, timeout, request_id)
+            try:
+                self._execute(request)
+            except Exception as error:  # noqa: BLE001 -- must cost no other request its answer
+                logger.warning(f"a request could not be read: {error!r:.300}")
+                _Responder(request.get_response_sender(), False).fail(_unreadable(error))
 
-    def _responder(self, request: Any, inputs: Mapping[str, NDArray[Any]]) -> "_Responder | None":
+    def _execute(self, request: Any) -> None:
+        request_id, parameters = request.request_id(), request.parameters()
+        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        if responder := self._responder(request, request_id, inputs):
+            timeout = request.timeout() / 1e6  # microseconds
+            self._front.handle(inputs, parameters, responder, timeout, request_id)
+
+    def _responder(
+        self, request: Any, request_id: str, inputs: Mapping[str, NDArray[Any]]
+    ) -> "_Responder | None":
         """The request's responder; None for a request that only cancels another one."""
-        request_id, sender = request.request_id(), request.get_response_sender()
+        sender = request.get_response_sender()
         if handover.is_cancel(request_id):
             if cancelled := self._handed_over.get(request_id):
                 cancelled.cancel()
@@ -204,6 +208,12 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._closing.close()
+
+
+def _unreadable(error: Exception) -> RequestError:
+    if isinstance(error, UnicodeDecodeError):  # HTTP clients can send any bytes
+        return InvalidArgument("request id or request parameters: not valid UTF-8")
+    return InvalidArgument(f"the request can't be read: {error!r}")
 
 
 class _Responder:

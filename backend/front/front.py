@@ -24,6 +24,7 @@ from tritium.backend.config import EngineConfig
 from tritium.backend.engine.engine import Engine, Runner
 from tritium.backend.engine.usage import BusyTime
 from tritium.backend.errors import Cancelled, RefusalReason, RequestError, Unavailable
+from tritium.backend.front.bounds import MAX_NAME_CHARS, Bounds
 from tritium.backend.front.input_processor import Arrival, InputProcessor
 from tritium.backend.front.output_thread import (
     LiveRequest,
@@ -83,6 +84,7 @@ class Front:
     ) -> None:
         self._drain_seconds = config.drain_seconds
         self._inputs = InputProcessor(config, tokenizer, max_model_len, vocabulary)
+        self._bounds = Bounds(max_model_len * tokenizer.max_token_bytes)
         self._grammars = grammars
         self._metrics = metrics
         self._billing = billing
@@ -127,8 +129,9 @@ class Front:
             request_id: The client's id for the request.
         """
         arrival = Arrival(time.perf_counter(), timeout)
-        bill = self._billing.open(request_id)
+        bill = self._billing.open(request_id[:MAX_NAME_CHARS])
         try:
+            self._bounds.check(inputs, parameters, request_id)
             request = parse(inputs, parameters)
             bill.trace_id, bill.business_line = request.trace_id, request.business_line
             bill.request_class = request.request_class.name.lower()

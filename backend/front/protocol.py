@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tritium.backend.engine.request import RequestClass, SampledToken
 from tritium.backend.errors import InvalidArgument, Unsupported
+from tritium.backend.front.bounds import check_name
 from tritium.backend.front.chat import OPTIONS as CHAT_OPTIONS
 from tritium.backend.front.chat import Chat, parse_chat, read_object
 from tritium.backend.front.output import Delta
@@ -139,6 +140,13 @@ def parse(inputs: Mapping[str, NDArray[Any]], parameters: str) -> GenerationRequ
     business_line, cache_salt, request_class = (
         _label(name, inputs, settings) for name in ("business_line", "cache_salt", "request_class")
     )
+    check_name("business_line", business_line)
+    check_name("cache_salt", cache_salt)
+    if business_line.startswith("_"):
+        raise InvalidArgument(
+            f"business_line: {business_line!r:.100} is not allowed; names that start with _ are "
+            "the system's"
+        )
     deadline_ms = _deadline_ms(inputs, settings)
     trace_id = _trace_id(settings.pop("traceparent", ""))
     sampling_parameters = _string(inputs, "sampling_parameters")
@@ -146,7 +154,7 @@ def parse(inputs: Mapping[str, NDArray[Any]], parameters: str) -> GenerationRequ
         settings = read_object("sampling_parameters", sampling_parameters)
         chat_options |= _take(settings, CHAT_OPTIONS)
     if "stop" in inputs:
-        settings["stop"] = _strings(inputs, "stop")
+        settings["stop"] = [_text("stop", value) for value in inputs["stop"].reshape(-1)]
 
     chat_options |= _chat_tensors(inputs)
     if chat_options and messages is None:
@@ -272,30 +280,28 @@ def _strings_tensor(texts: list[str]) -> NDArray[Any]:
     return np.array([text.encode() for text in texts], dtype=np.object_)
 
 
-def _strings(inputs: Mapping[str, NDArray[Any]], name: str) -> list[str]:
+def _text(name: str, value: str | bytes) -> str:
     try:
-        return [
-            value if isinstance(value, str) else value.decode()
-            for value in inputs[name].reshape(-1)
-        ]
+        return value if isinstance(value, str) else value.decode()
     except UnicodeDecodeError as error:
         raise InvalidArgument(
             f"{name}: not valid UTF-8 at byte {error.start}; only UTF-8 text is allowed"
         ) from None
 
 
-def _one(name: str, values: list[Any]) -> Any:
+def _one(inputs: Mapping[str, NDArray[Any]], name: str) -> Any:
+    values = inputs[name].reshape(-1)
     if len(values) != 1:
         raise InvalidArgument(f"{name}: has {len(values)} elements; exactly 1 is allowed")
     return values[0]
 
 
 def _string(inputs: Mapping[str, NDArray[Any]], name: str) -> str | None:
-    return _one(name, _strings(inputs, name)) if name in inputs else None
+    return _text(name, _one(inputs, name)) if name in inputs else None
 
 
 def _flag(inputs: Mapping[str, NDArray[Any]], name: str) -> bool | None:
-    return bool(_one(name, inputs[name].reshape(-1).tolist())) if name in inputs else None
+    return bool(_one(inputs, name)) if name in inputs else None
 
 
 def _take(settings: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -334,7 +340,7 @@ def _deadline_ms(inputs: Mapping[str, NDArray[Any]], settings: dict[str, Any]) -
     """The deadline from its tensor, else from the parameters, from which it is removed."""
     value = settings.pop("deadline_ms", None)
     if "deadline_ms" in inputs:
-        value = _one("deadline_ms", inputs["deadline_ms"].reshape(-1).tolist())
+        value = _one(inputs, "deadline_ms").item()
     if value is None:
         return None
     is_number = isinstance(value, str) and value.isdecimal() and len(value) < 20

@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from tritium.backend.config import RepetitionDetection
 from tritium.backend.engine.request import SamplingOptions
 from tritium.backend.errors import InvalidArgument, Unsupported
+from tritium.backend.front.bounds import check_sampling
 from tritium.backend.front.structured_params import StructuredOutputs, take_structured_outputs
 
 # Parameters of vLLM that this server does not support, with the value that has no effect: clients
@@ -94,6 +95,7 @@ class SamplingParams(SamplingOptions):
             InvalidArgument: a parameter is unknown or its value is not allowed; names it.
             Unsupported: a parameter of vLLM that this server does not support yet.
         """
+        check_sampling(values)
         values = dict(values)
         values["structured_outputs"] = take_structured_outputs(values)
         for name, value in list(values.items()):
@@ -139,6 +141,6 @@ def _explain(error: ValidationError) -> str:
     name = "".join(map(str, details["loc"][:1]))
     if details["type"] == "unexpected_keyword_argument":
         known = ", ".join(sorted(field.name for field in fields(SamplingParams)))
-        return f"unknown sampling parameter '{name}'; known are: {known}"
+        return f"unknown sampling parameter '{name:.100}'; known are: {known}"
     reason = details["msg"].removeprefix("Value error, ")
-    return f"sampling parameter '{name}': {details['input']!r:.100} is not allowed. {reason}"
+    return f"sampling parameter '{name:.100}': {details['input']!r:.100} is not allowed. {reason}"

@@ -22,6 +22,8 @@ _OF_OTHER_LIBRARIES = (
     "_backend_was_auto",
 )
 _MAX_CHARS = 2**16
+_MAX_CHOICES = 2**12
+_MAX_PATTERN_CHARS = 2**10  # of whitespace_pattern
 
 
 def _schema_text(value: Any) -> Any:
@@ -57,9 +59,8 @@ class StructuredOutputs(BaseModel):
     grammar: str | None = None  # Lark or GBNF, which has ::=
     json_object: bool | None = None
     disable_any_whitespace: bool = False
-    whitespace_pattern: str | None = (
-        None  # a regular expression for the space between JSON's tokens
-    )
+    # A regular expression for the space between JSON's tokens.
+    whitespace_pattern: str | None = Field(None, max_length=_MAX_PATTERN_CHARS)
     # Has no effect: objects with listed properties allow no others, unless their schema says so.
     disable_additional_properties: bool = False
 
@@ -75,6 +76,10 @@ class StructuredOutputs(BaseModel):
         size = sum(map(len, value)) if isinstance(value, tuple) else len(str(value))
         if size > _MAX_CHARS:
             raise ValueError(f"'{name}' has {size} characters; at most {_MAX_CHARS} are allowed")
+        if isinstance(value, tuple) and len(value) > _MAX_CHOICES:
+            raise ValueError(
+                f"'{name}' has {len(value)} entries; at most {_MAX_CHOICES} are allowed"
+            )
         return self
 
     @property

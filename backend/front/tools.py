@@ -50,7 +50,8 @@ def parse_tools(tools: str, tool_choice: str) -> Tools | None:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or name not in by_name:
         allowed = ", ".join([*_CHOICES, '{"type": "function", "function": {"name": ...}}'])
-        _refuse("tool_choice", tool_choice, f"It is {allowed}, of {', '.join(by_name)}")
+        names = ", ".join(by_name)
+        _refuse("tool_choice", tool_choice, f"It is {allowed}, of {names:.100}")
     return Tools(functions, read_structured_outputs("tools", {"json": _parameters(by_name[name])}))
 
 
@@ -80,10 +81,10 @@ def _calls(by_name: dict[str, dict[str, Any]]) -> dict[str, Any]:
         # References are resolved from the root, so definitions move there.
         own = parameters.pop("$defs", None) or {}
         if not isinstance(own, dict):
-            _refuse(f"tools: '{name}': $defs", own, "It is an object")
+            _refuse(f"tools: '{name:.100}': $defs", own, "It is an object")
         for key, definition in own.items():
             if definitions.setdefault(key, definition) != definition:
-                _refuse(f"tools: '{name}': $defs", key, "Another tool defines it differently")
+                _refuse(f"tools: '{name:.100}': $defs", key, "Another tool defines it differently")
         calls.append(
             {
                 "type": "object",

@@ -11,11 +11,24 @@ model works around them for requests whose id says that they were relayed:
   sent as a response whose finish reason has the code and the message.
 """
 
+import hashlib
+import os
 import secrets
+from pathlib import Path
 
 from tritium.backend.errors import ERRORS, RequestError
 
-_REQUEST, _CANCEL = "tritium-request-", "tritium-cancel-"
+
+def _secret() -> str:
+    """Known to the processes of one Triton Server, and to no client, who could name its id so."""
+    stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+    started = stat.rpartition(")")[2].split()[19]  # field 22
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return hashlib.sha256(f"{boot} {os.getppid()} {started}".encode()).hexdigest()[:32]
+
+
+_SECRET = _secret()
+_REQUEST, _CANCEL = f"tritium-request-{_SECRET}-", f"tritium-cancel-{_SECRET}-"
 _ERRORS = {error.code: error for error in ERRORS}
 
 

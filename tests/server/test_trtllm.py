@@ -15,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 from tests.helpers import ROOT
 from tests.server.test_bad_input import INVALID_BODIES, check_invalid_body
 from tritium.backend.trtllm.contract import INPUTS, OUTPUTS
-from tritium.loadtests.harness import Stream, add_tensor, complete, send, until, write_model
+from tritium.loadtests.harness import Stream, add_tensor, complete, until, write_model
 
 PROMPT = "The capital of France is"
 CHAT = "<|im_start|>user\nSay yes.<|im_end|>\n<|im_start|>assistant\n"  # the answer ends with EOS
@@ -323,18 +323,6 @@ def test_relay_is_unloaded_while_a_stream_runs(server, repository, control):
         responses = [first, *stream]
     assert sum(response.tensors["num_output_tokens"].item() for response in responses) == 60
     until(lambda: not control.is_model_ready("passing"))
-
-
-def test_main_model_does_not_mistake_its_own_requests_for_relayed_ones(server):
-    """A client may use a request id of the form that relays reserve."""
-    request = service_pb2.ModelInferRequest(model_name="smollm2", id="tritium-cancel-x")
-    request.parameters["triton_enable_empty_final_response"].bool_param = True
-    tensor = request.inputs.add(name="text_input", shape=[1], datatype="BYTES")
-    tensor.contents.bytes_contents.append(PROMPT.encode())
-    with Stream(server.grpc_url, request) as stream:
-        assert [response.tensors for response in stream] == [{}]
-    with send(server, PROMPT) as stream:
-        assert not stream.next().error
 
 
 def test_relay_is_a_small_process(server):
