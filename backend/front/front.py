@@ -1,8 +1,8 @@
 """The front: accepts requests from Triton Server and submits them to the engine.
 
 `handle()` runs on Triton Server's thread. A request with structured outputs continues on one of the
-compiler's threads when its grammar is ready. Responses are sent by the output thread
-(output_thread.py).
+compiler's threads when its grammar is ready, and one with a long prompt on a thread for these.
+Responses are sent by the output thread (output_thread.py).
 """
 
 import logging
@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -22,6 +22,7 @@ from tritium.backend.accounts.billing import Bill, Billing
 from tritium.backend.accounts.trace import TraceWriter
 from tritium.backend.config import EngineConfig
 from tritium.backend.engine.engine import Engine, Runner
+from tritium.backend.engine.request import FinishReason
 from tritium.backend.engine.usage import BusyTime
 from tritium.backend.errors import Cancelled, RefusalReason, RequestError, Unavailable
 from tritium.backend.front.bounds import MAX_NAME_CHARS, Bounds
@@ -40,6 +41,9 @@ from tritium.backend.front.vocabulary import Vocabulary
 from tritium.backend.supervisor import Supervisor
 
 logger = logging.getLogger("tritium")
+
+_LONG = 2**14  # bytes of a prompt; shorter ones are tokenised within some 30 ms, on arrival
+_NUM_THREADS = 2  # for longer ones
 
 
 class _Accepted(NamedTuple):
@@ -88,16 +92,17 @@ class Front:
         self._grammars = grammars
         self._metrics = metrics
         self._billing = billing
-        # Keyed by id: a callback lives as long as its cached grammar and must not keep the
-        # responder alive.
-        self._compiling: dict[int, _Accepted] = {}
-        self._compiling_ids = count()
-        self._compiling_lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, "long prompts")
+        # What waits for its grammar, or for a thread for its long prompt. Keyed by id: a callback
+        # lives as long as its cached grammar and must not keep the responder alive.
+        self._preparing: dict[int, _Accepted] = {}
+        self._preparing_ids = count()
+        self._preparing_lock = threading.Lock()
         self._is_stopped = False
         outputs: Outputs = queue.SimpleQueue()
         self._engine = Engine(config, runner, outputs.put, busy_time, outputs.put)
         self._output_thread = OutputThread(
-            outputs, self._engine, tokenizer, metrics, billing, trace, self._poll_compiling
+            outputs, self._engine, tokenizer, metrics, billing, trace, self._poll_preparing
         )
         self._supervisor = supervisor or Supervisor()
         self._supervisor.on_failure(self._fail)
@@ -145,13 +150,20 @@ class Front:
             self._refuse(responder, bill, error)
             return
         accepted = _Accepted(request, responder, arrival, bill)
-        if request.constraint:
-            compiling_id = next(self._compiling_ids)
-            self._compiling[compiling_id] = accepted
-            compiled = self._grammars.compile(request.constraint)
-            compiled.add_done_callback(partial(self._submit_compiled, compiling_id))
-        else:
+        is_long = request.size > _LONG
+        if not request.constraint and not is_long:
             self._submit(accepted)
+            return
+        preparing_id = next(self._preparing_ids)
+        self._preparing[preparing_id] = accepted
+        try:
+            if request.constraint:
+                compiled = self._grammars.compile(request.constraint)
+                compiled.add_done_callback(partial(self._submit_prepared, preparing_id))
+            else:
+                self._pool.submit(self._submit_prepared, preparing_id)
+        except RuntimeError:  # their threads have ended: the engine takes no request any more
+            self._submit_prepared(preparing_id)
 
     def stop(self) -> None:
         """Let requests continue for `drain_seconds`, then end the rest with UNAVAILABLE.
@@ -162,7 +174,8 @@ class Front:
             return
         self._is_stopped = True
         self._engine.stop(self._drain_seconds)
-        self._withdraw_compiling(Unavailable("the model is shutting down", RefusalReason.DRAINING))
+        self._withdraw_preparing(Unavailable("the model is shutting down", RefusalReason.DRAINING))
+        self._pool.shutdown(cancel_futures=True)
         self._output_thread.stop()
 
     def _fail(self) -> None:
@@ -170,21 +183,22 @@ class Front:
         self._is_stopped = True
         error = Unavailable(self._supervisor.reason)
         self._engine.stop(0, self._supervisor.reason)
-        self._withdraw_compiling(error)
+        self._withdraw_preparing(error)
+        self._pool.shutdown(wait=False, cancel_futures=True)
         self._output_thread.stop(timeout=2)
         self._output_thread.fail_all(error)
 
-    def _withdraw_compiling(self, error: Unavailable) -> None:
-        with self._compiling_lock:
-            compiling = list(self._compiling.values())
-            self._compiling.clear()
-        for accepted in compiling:
+    def _withdraw_preparing(self, error: Unavailable) -> None:
+        with self._preparing_lock:
+            preparing = list(self._preparing.values())
+            self._preparing.clear()
+        for accepted in preparing:
             self._withdraw(accepted, error)
 
-    def _submit_compiled(self, compiling_id: int, compiled: Future[Grammar]) -> None:
-        """Submit a request whose grammar is done, unless it was cancelled. Never raises."""
-        with self._compiling_lock:
-            accepted = self._compiling.pop(compiling_id, None)
+    def _submit_prepared(self, preparing_id: int, compiled: Future[Grammar] | None = None) -> None:
+        """Submit a request whose turn it is, unless it has been answered. Never raises."""
+        with self._preparing_lock:
+            accepted = self._preparing.pop(preparing_id, None)
         if accepted:
             self._submit(accepted, compiled)
 
@@ -211,36 +225,46 @@ class Front:
             self._billing.withdrawn(bill)
             self._withdraw(accepted, error)
 
-    def _withdraw(self, accepted: _Accepted, error: Exception) -> None:
+    def _withdraw(self, accepted: _Accepted, error: Exception, outcome: str = "") -> None:
         """Answer a request with an error and release its slots."""
         self._engine.release(accepted.request.sampling.n, accepted.request.request_class)
-        self._refuse(accepted.responder, accepted.bill, error)
+        self._refuse(accepted.responder, accepted.bill, error, outcome)
 
-    def _refuse(self, responder: Responder, bill: Bill, error: Exception) -> None:
+    def _refuse(
+        self, responder: Responder, bill: Bill, error: Exception, outcome: str = ""
+    ) -> None:
         if isinstance(error, CancelledError):
             error = Unavailable("the model is shutting down", RefusalReason.DRAINING)
         if not isinstance(error, RequestError):
             logger.error("a request failed before it reached the engine", exc_info=error)
             error = RequestError(f"internal error: {error!r}")
-        self._billing.close(bill, error.code.lower())
+        self._billing.close(bill, outcome or error.code.lower())
         if error.reason:
             self._metrics.request_refused(error.reason)
         responder.fail(error)
 
-    def _poll_compiling(self) -> None:
-        """End cancelled requests that wait for their grammars. Never raises."""
-        for compiling_id in list(self._compiling):
+    def _poll_preparing(self) -> None:
+        """End requests that are cancelled or late before they reach the engine. Never raises."""
+        for preparing_id in list(self._preparing):
             try:
-                self._check_compiling(compiling_id)
+                self._check_preparing(preparing_id)
             except Exception:
-                logger.exception("a request waiting for its grammar could not be cancelled")
+                logger.exception("a request that is being prepared could not be ended")
 
-    def _check_compiling(self, compiling_id: int) -> None:
-        with self._compiling_lock:  # once answered elsewhere, the responder must not be used
-            accepted = self._compiling.get(compiling_id)
-            if not accepted or not accepted.responder.is_cancelled():
+    def _check_preparing(self, preparing_id: int) -> None:
+        with self._preparing_lock:  # once answered elsewhere, the responder must not be used
+            accepted = self._preparing.get(preparing_id)
+            if not accepted:
                 return
-            del self._compiling[compiling_id]
+            is_cancelled = accepted.responder.is_cancelled()
+            deadlines = self._inputs.deadlines(accepted.request, accepted.arrival)
+            missed = [d for d in deadlines if d.time <= time.perf_counter()]
+            if not is_cancelled and not missed:
+                return
+            del self._preparing[preparing_id]
+        if not is_cancelled:
+            self._withdraw(accepted, Unavailable(missed[0].error), FinishReason.EXPIRED)
+            return
         logger.info("[vllm] Cancelling the request")
         self._withdraw(accepted, Cancelled("the request was cancelled"))
         logger.info("[vllm] Successfully cancelled the request")

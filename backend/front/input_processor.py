@@ -163,7 +163,7 @@ class InputProcessor:
             grammar=grammar,
             repetition_detection=detection,
             request_class=request.request_class,
-            deadlines=self._deadlines(request, arrival),
+            deadlines=self.deadlines(request, arrival),
             speculative=self._speculates(sampling.speculative),
             lora=lora,
             # Prefixes are shared neither between business lines (where the scope is the line), nor
@@ -209,7 +209,8 @@ class InputProcessor:
         ids = {self._tokenizer.special_token_id(text): text for text in stop}
         return {token_id: text for token_id, text in ids.items() if token_id is not None}
 
-    def _deadlines(self, request: GenerationRequest, arrival: Arrival) -> tuple[Deadline, ...]:
+    def deadlines(self, request: GenerationRequest, arrival: Arrival) -> tuple[Deadline, ...]:
+        """When each of the request's milestones must have been reached."""
         config = self._config
         limits = [
             (

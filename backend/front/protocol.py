@@ -7,7 +7,7 @@ numpy arrays; knows nothing of the Python backend's types.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -96,6 +96,7 @@ class GenerationRequest:
     request_class: RequestClass = RequestClass.INTERACTIVE
     deadline_ms: int | None = None  # from arrival to the end of the answer; None: no limit
     trace_id: str = ""  # the 32 hex digits in W3C's traceparent
+    size: int = field(default=0, compare=False)  # bytes of the prompt's tensors
 
     @property
     def constraint(self) -> StructuredOutputs | None:
@@ -189,6 +190,11 @@ def parse(inputs: Mapping[str, NDArray[Any]], parameters: str) -> GenerationRequ
         request_class=_request_class(request_class or "interactive"),
         deadline_ms=deadline_ms,
         trace_id=trace_id,
+        size=sum(
+            len(inputs[name].item())
+            for name in ("text_input", "messages", "tools")
+            if name in inputs
+        ),
     )
 
 

@@ -891,6 +891,61 @@ def test_request_waiting_for_the_compiler_can_be_cancelled(front, monkeypatch):
     assert answer(clients[0]) == "a0"
 
 
+def test_request_waiting_for_the_compiler_keeps_its_deadline(front, monkeypatch):
+    go_on = threading.Event()
+    source = structured._source
+    monkeypatch.setattr(
+        structured, "_source", lambda constraint: go_on.wait(20) and source(constraint)
+    )
+    late = [ask(front, structured_outputs={"regex": f"a{i}"}, deadline_ms=50) for i in range(10)]
+    assert all(client.ended.wait(5) for client in late)
+    assert {str(client.error) for client in late} == {
+        "deadline_ms: the answer was not complete within 50 ms"
+    }
+    others = [ask(front, max_tokens=2) for _ in range(10)]  # use the released slots
+    assert all(client.ended.wait(20) and client.error is None for client in others)
+    go_on.set()
+
+
+LONG = {"text_input": "word " * 4000}
+
+
+def test_long_prompts_are_tokenised_on_threads_of_their_own(front, monkeypatch):
+    threads, encode = [], front._inputs.encode
+
+    def encode_noting(request):
+        threads.append(threading.current_thread().name)
+        return encode(request)
+
+    monkeypatch.setattr(front._inputs, "encode", encode_noting)
+    parameters = {"truncate_prompt_tokens": 20, "max_tokens": 5}
+    short = {"text_input": " word" * 30}
+    answers = [ask(front, inputs, **parameters) for inputs in (short, LONG)]
+    assert all(client.ended.wait(20) and client.error is None for client in answers)
+    assert sorted(threads) == ["MainThread", "long prompts_0"]
+
+
+def test_long_prompts_that_wait_end_by_deadline_cancellation_and_stop(front, monkeypatch):
+    go_on, encode = threading.Event(), front._inputs.encode
+    monkeypatch.setattr(front._inputs, "encode", lambda request: go_on.wait(20) and encode(request))
+    parameters = {"truncate_prompt_tokens": 20, "max_tokens": 5}
+    first = [ask(front, LONG, **parameters) for _ in range(2)]  # the threads are busy with them
+    late = ask(front, LONG, deadline_ms=50, **parameters)
+    cancelled, stopped = (ask(front, LONG, **parameters) for _ in range(2))
+    cancelled.cancelled = True
+    assert late.ended.wait(5)
+    assert cancelled.ended.wait(5)
+    assert (late.error.code, cancelled.error.code) == ("UNAVAILABLE", "CANCELLED")
+    front._drain_seconds = 0.1
+    stopping = threading.Thread(target=front.stop)
+    stopping.start()
+    assert stopped.ended.wait(5)
+    go_on.set()
+    stopping.join(20)
+    assert not stopping.is_alive()
+    assert {client.error.code for client in (*first, stopped)} == {"UNAVAILABLE"}
+
+
 def test_requests_waiting_for_the_compiler_end_with_the_server(tokenizer, closers, monkeypatch):
     go_on, compiled = threading.Event(), []
 
