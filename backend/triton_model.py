@@ -117,6 +117,7 @@ class TritonPythonModel:
                     weights,
                     config.ledger_rotate_hours,
                     config.ledger_retention_days,
+                    supervisor=supervisor,
                 )
             stack.callback(ledger.close)
         report_vllm = model_config["parameters"].get("REPORT_CUSTOM_METRICS", {})
@@ -131,7 +132,9 @@ class TritonPythonModel:
         stack.callback(metrics.close)
         if config.trace_path:
             with _blaming("trace_path", config.trace_path):
-                trace = TraceWriter(config.trace_path, config.trace_max_size, config.block_size)
+                trace = TraceWriter(
+                    config.trace_path, config.trace_max_size, config.block_size, supervisor
+                )
             stack.callback(trace.close)
         billing = Billing(
             metrics,

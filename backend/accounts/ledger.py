@@ -6,11 +6,11 @@ stored.
 """
 
 import logging
+import math
 import os
 import queue
 import re
 import sqlite3
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tritium.backend.accounts.request_usage import RequestRow
 from tritium.backend.engine.usage import Weights
+from tritium.backend.supervisor import Supervisor
 
 logger = logging.getLogger("tritium")
 
@@ -27,6 +28,9 @@ SCHEMA_VERSION = 1
 _COMMIT_SECONDS = 0.5
 _RETRY_SECONDS = 60  # after a new file could not be created
 _MAX_PENDING = 100_000  # rows kept while the file can't be written; beyond, the oldest are lost
+_LONGEST_PAUSE = (
+    86400  # seconds between two runs; after a longer one, old files are kept for longer
+)
 _SQL_TYPES = {int: "INTEGER", float: "REAL", str: "TEXT"}
 
 
@@ -55,7 +59,8 @@ class Ledger:
         weights: The weights that share a step's time among requests; stored with each row.
         rotate_hours: How long a file is written to before the next one is begun.
         retention_days: How long this model's files are kept after their last row.
-        clock: Seconds since 1970.
+        clock: Seconds since 1970. It may jump: no file is deleted because of that.
+        supervisor: Starts the thread.
 
     Raises:
         OSError, sqlite3.Error: the file can't be created.
@@ -69,6 +74,7 @@ class Ledger:
         rotate_hours: float,
         retention_days: float,
         clock: Callable[[], float] = time.time,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self.server = uuid.uuid4().hex
         self._directory = directory
@@ -82,10 +88,13 @@ class Ledger:
         self._failing = False
         self._rows: queue.SimpleQueue[RequestRow | TotalsRow | None] = queue.SimpleQueue()
         directory.mkdir(parents=True, exist_ok=True)
+        # The latest time that can be right, less the monotonic clock: no more than half of the
+        # retention after the last file was written. After a longer pause, old files stay longer.
+        last = max((t for _, t in self._files()), default=math.inf)
+        self._latest = min(clock(), last + self._retention_seconds / 2) - time.monotonic()
         self.path = self._make()
         self._delete_old()
-        self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
-        self._thread.start()
+        self._thread = (supervisor or Supervisor()).start("ledger", self._run)
 
     def add(self, row: RequestRow | TotalsRow) -> None:
         """Queue a row; rows are written in this order. For any thread."""
@@ -111,8 +120,10 @@ class Ledger:
                 else:
                     self._pending.append(row)
             try:
+                if not self.path.exists():
+                    self._restore()
                 self._write()
-            except sqlite3.Error as error:
+            except (sqlite3.Error, OSError) as error:
                 self._keep(error)
             if self._clock() >= self._rotation:
                 self._rotate()
@@ -132,6 +143,18 @@ class Ledger:
         if self._failing:
             logger.info(f"ledger: {self.path} can be written again")
             self._failing = False
+
+    def _restore(self) -> None:
+        """Write a file again that somebody has removed: the open connection still has its rows."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_suffix(".new")
+        new.unlink(missing_ok=True)
+        self._database.execute("VACUUM INTO ?", (str(new),))
+        # Closed before the new file has its name: closing deletes a -wal file of that name.
+        self._database.close()
+        self._database = sqlite3.connect(new.rename(self.path), timeout=1)
+        self._database.execute("PRAGMA journal_mode=WAL")
+        logger.error(f"ledger: {self.path} was removed while in use; all of it is written again")
 
     def _insert(self, number: int, row: RequestRow | TotalsRow) -> None:
         values = (number, self.server, *astuple(row))
@@ -202,21 +225,25 @@ class Ledger:
 
     def _delete_old(self) -> None:
         """Delete this model's files that were last written before the retention period."""
-        oldest = self._clock() - self._retention_seconds
-        name = re.compile(rf"({re.escape(self._model)}-\d{{8}}T\d{{6}}Z-\d+-\w{{6}}\.).+")
-        found: dict[str, list[Path]] = {}  # a ledger's file with its -wal and -shm files
+        now = min(self._clock(), self._latest + time.monotonic())
         try:
-            for path in self._directory.iterdir():
-                if match := name.fullmatch(path.name):
-                    found.setdefault(match[1], []).append(path)
-            for paths in found.values():
-                if max(path.stat().st_mtime for path in paths) < oldest:
+            for paths, last_written in self._files():
+                if last_written < now - self._retention_seconds:
                     for path in paths:
                         path.unlink()
         except FileNotFoundError:
             pass  # another process deletes the same files
         except OSError as error:
             logger.error(f"ledger: an old file can't be deleted: {error}")
+
+    def _files(self) -> list[tuple[list[Path], float]]:
+        """This model's files, each with its -wal and -shm files, and when it was last written."""
+        name = re.compile(rf"({re.escape(self._model)}-\d{{8}}T\d{{6}}Z-\d+-\w{{6}}\.).+")
+        found: dict[str, list[Path]] = {}
+        for path in self._directory.iterdir():
+            if match := name.fullmatch(path.name):
+                found.setdefault(match[1], []).append(path)
+        return [(paths, max(path.stat().st_mtime for path in paths)) for paths in found.values()]
 
 
 def _statements() -> Iterator[str]:

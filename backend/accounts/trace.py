@@ -8,7 +8,6 @@ import hashlib
 import logging
 import queue
 import secrets
-import threading
 from array import array
 from collections.abc import Sequence
 from logging.handlers import RotatingFileHandler
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import msgspec
+
+from tritium.backend.supervisor import Supervisor
 
 logger = logging.getLogger("tritium")
 
@@ -58,12 +59,15 @@ class TraceWriter:
         path: The current file; older ones have the suffixes .1, .2, ...
         max_size: Most bytes of all files together; the oldest files are deleted.
         block_size: Tokens per hash id.
+        supervisor: Starts the thread.
 
     Raises:
         OSError: the file can't be written.
     """
 
-    def __init__(self, path: Path, max_size: int, block_size: int) -> None:
+    def __init__(
+        self, path: Path, max_size: int, block_size: int, supervisor: Supervisor | None = None
+    ) -> None:
         self._block_size = block_size
         # Secret and random, so that guessed prompts can't be checked against the file.
         self._key = secrets.token_bytes(16)
@@ -71,8 +75,7 @@ class TraceWriter:
         self._file = _File(path, max_size)
         self._queue: queue.SimpleQueue[Captured | None] = queue.SimpleQueue()
         self._is_losing = False
-        self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
-        self._thread.start()
+        self._thread = (supervisor or Supervisor()).start("trace", self._run)
 
     def add(self, request: Captured) -> None:
         """Queue a request; never waits, never raises. If too many are queued, it is dropped."""

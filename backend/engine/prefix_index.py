@@ -21,6 +21,7 @@ logger = logging.getLogger("tritium")
 WINDOW_BLOCKS = 1 << 16  # size of the larger memory; a million tokens with blocks of 16
 # In all memories together, about 40 MB; beyond that, the scope that was idle longest is forgotten.
 _MAX_BLOCKS = 1 << 18
+_MAX_SCOPES = 1 << 12  # each a few hundred bytes, even without a block
 _ON, _OFF = 0.20, 0.10  # reusable share of prompt tokens at which reuse begins, below which it ends
 _MIN_REQUESTS = 16  # before reuse can begin
 _MEMORY = 256  # requests; the weight of an older one decays with this time constant
@@ -76,7 +77,7 @@ class PrefixIndex:
                 min(scope.window.insert(hashes), reusable) * self._block_size,
             )
             self._num_kept += scope.num_kept
-            while self._num_kept > _MAX_BLOCKS and len(self._scopes) > 1:
+            while len(self._scopes) > (1 if self._num_kept > _MAX_BLOCKS else _MAX_SCOPES):
                 _, idle = self._scopes.popitem(last=False)
                 self._num_kept -= idle.num_kept
             self.total = Overlap(*map(sum, zip(self.total, overlap, strict=True)))

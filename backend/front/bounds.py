@@ -40,10 +40,12 @@ class Bounds(NamedTuple):
     """The bounds of one model's requests.
 
     Args:
-        prompt_bytes: Those of the longest prompt that can have tokens for the model.
+        max_model_len: Most tokens of prompt and answer together.
+        max_token_bytes: Those of the vocabulary's longest token.
     """
 
-    prompt_bytes: int
+    max_model_len: int
+    max_token_bytes: int
 
     def check(self, inputs: Mapping[str, NDArray[Any]], parameters: str, request_id: str) -> None:
         """Check a request as it arrives.
@@ -53,14 +55,17 @@ class Bounds(NamedTuple):
         """
         check_name("request id", request_id)
         _check("request parameters", len(parameters), _OPTIONS, "characters")
-        prompt = dict.fromkeys(("messages", "tools"), _ESCAPED * self.prompt_bytes + _OPTIONS)
-        limits = {**_BYTES, **prompt, "text_input": self.prompt_bytes}
+        prompt_bytes = self.max_model_len * self.max_token_bytes
+        json_bytes = _ESCAPED * prompt_bytes + _OPTIONS
+        prompt = {"text_input": prompt_bytes, "messages": json_bytes, "tools": json_bytes}
+        limits = _BYTES | prompt
         for name in inputs.keys() & limits:
             values = inputs[name].reshape(-1)
             if name == "stop":
                 _check(name, len(values), _ENTRIES[name], "elements")
             if name == "stop" or len(values) == 1:  # else it is refused anyway
-                _check(name, sum(map(len, values)), limits[name], "bytes")
+                why = f" (max_model_len is {self.max_model_len})" if name in prompt else ""
+                _check(name, sum(map(len, values)), limits[name], "bytes", why)
 
 
 def check_sampling(values: Mapping[str, Any]) -> None:
@@ -84,6 +89,6 @@ def check_name(field: str, name: str) -> None:
         raise InvalidArgument(f"{field}: {name!r:.100} is not allowed; it is printable text")
 
 
-def _check(field: str, size: int, limit: int, unit: str) -> None:
+def _check(field: str, size: int, limit: int, unit: str, why: str = "") -> None:
     if size > limit:
-        raise InvalidArgument(f"{field}: has {size} {unit}; at most {limit} are allowed")
+        raise InvalidArgument(f"{field}: has {size} {unit}; at most {limit} are allowed{why}")

@@ -88,7 +88,7 @@ class Front:
     ) -> None:
         self._drain_seconds = config.drain_seconds
         self._inputs = InputProcessor(config, tokenizer, max_model_len, vocabulary)
-        self._bounds = Bounds(max_model_len * tokenizer.max_token_bytes)
+        self._bounds = Bounds(max_model_len, tokenizer.max_token_bytes)
         self._grammars = grammars
         self._metrics = metrics
         self._billing = billing

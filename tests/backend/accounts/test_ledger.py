@@ -1,6 +1,7 @@
 """The ledger's files: what is written, rotated and deleted, and what survives a crash."""
 
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -163,6 +164,55 @@ def test_rows_wait_while_the_file_is_locked(tmp_path, caplog):
     blocker.close()
     until(lambda: len(rows(ledger.path, "requests")) == 1)
     ledger.close()
+
+
+@pytest.mark.parametrize("removed", ["folder", "file"])
+def test_a_file_that_is_removed_while_in_use_is_written_again(tmp_path, caplog, removed):
+    directory = tmp_path / "ledger"
+    ledger = make_ledger(directory)
+    ledger.add(ROW)
+    until(lambda: len(rows(ledger.path, "requests")) == 1)
+    shutil.rmtree(directory) if removed == "folder" else ledger.path.unlink()
+    until(lambda: ledger.path.exists())  # without any new row
+    ledger.add(replace(ROW, key="s/1"))
+    until(lambda: len(rows(ledger.path, "requests")) == 2)
+    ledger.add(replace(ROW, key="s/2"))
+    ledger.close()
+    assert [row["key"] for row in rows(ledger.path, "requests")] == ["s/0", "s/1", "s/2"]
+    assert caplog.text.count("was removed while in use") == 1
+
+
+def test_rows_wait_until_a_removed_folder_can_be_made_again(tmp_path, caplog):
+    directory = tmp_path / "ledger"
+    ledger = make_ledger(directory)
+    ledger.add(ROW)
+    until(lambda: len(rows(ledger.path, "requests")) == 1)
+    shutil.rmtree(directory)
+    directory.touch()  # a file in its place
+    ledger.add(replace(ROW, key="s/1"))
+    until(lambda: "can't be written, rows are kept" in caplog.text)
+    directory.unlink()
+    until(lambda: "all of it is written again" in caplog.text)
+    assert caplog.text.count("can't be written") == 1
+    ledger.close()
+    assert [row["key"] for row in rows(ledger.path, "requests")] == ["s/0", "s/1"]
+
+
+def test_a_clock_that_jumps_deletes_nothing(tmp_path):
+    now = [time.time()]
+    earlier = tmp_path / "smollm2-20200101T000000Z-1-abcdef.ledger"
+    earlier.touch()
+    os.utime(earlier, (now[0] - 3000, now[0] - 3000))
+    ledger = make_ledger(tmp_path, rotate_hours=1.0, clock=lambda: now[0])
+    first = ledger.path
+    now[0] += 100 * 86400
+    until(lambda: ledger.path != first)
+    ledger.close()
+    assert earlier.exists()
+    assert first.exists()
+    ledger = make_ledger(tmp_path, clock=lambda: now[0])  # started while the clock is wrong
+    ledger.close()
+    assert earlier.exists()
 
 
 def test_directory_that_can_not_be_created(tmp_path):

@@ -140,6 +140,15 @@ def test_memory_is_bounded_for_any_number_of_scopes(monkeypatch):
 # -- with the engine --
 
 
+def test_scopes_without_blocks_are_bounded_too():
+    """Names that callers invent, with prompts shorter than a block."""
+    index = PrefixIndex(num_blocks=64, block_size=16)
+    for number in range(10_000):
+        index.observe(f"line {number}", [], 3)
+    assert len(index._scopes) == 4096
+    assert index.total.num_tokens == 30_000
+
+
 def test_the_engine_reuses_prefixes_that_repeat():
     engine, collector = make_engine(prefix_cache="auto", max_queue_size=100)
     for i in range(40):

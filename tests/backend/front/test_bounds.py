@@ -12,7 +12,7 @@ from tritium.backend.front.protocol import parse
 from tritium.backend.front.sampling_params import SamplingParams
 from tritium.backend.front.structured_params import read_structured_outputs
 
-BOUNDS = Bounds(prompt_bytes=1000)
+BOUNDS = Bounds(max_model_len=100, max_token_bytes=10)
 
 
 def tensor(*texts: str) -> Any:
@@ -22,7 +22,12 @@ def tensor(*texts: str) -> Any:
 @pytest.mark.parametrize(
     ("inputs", "parameters", "request_id", "message"),
     [
-        ({"text_input": tensor("x" * 1001)}, "", "", "text_input: has 1001 bytes; at most 1000"),
+        (
+            {"text_input": tensor("x" * 1001)},
+            "",
+            "",
+            "at most 1000 .*max_model_len is 100",
+        ),
         ({"text_input": tensor("\u4e2d" * 334)}, "", "", "text_input: has 1002 bytes"),
         ({"messages": tensor("x" * 1_100_000)}, "", "", "messages: has 1100000 bytes"),
         ({"tools": tensor("x" * 1_100_000)}, "", "", "tools: has 1100000 bytes"),
