@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from tritium.backend.runner.models.config import ExpertsConfig, ModelConfig, WeightNames
 from tritium.backend.runner.models.quantized import read_quantization
 from tritium.backend.runner.models.rope import Rope, max_positions, no_rope, read_rope
+from tritium.backend.runner.models.unsupported import UnsupportedModel
 
 # Keys that change no result: about training, saving, other software, sampling (that of
 # generation_config.json is not used either), or repeated by other keys.
@@ -85,7 +86,7 @@ class _Reader:
         known = self._read.union(_HARMLESS.split())
         for name, value in self._given.items():
             if name not in known and value not in _OFF:
-                raise ValueError(
+                raise UnsupportedModel(
                     f"The model has {name} {value!r:.100} in its config, which is not supported "
                     f"for model_type {self.config.model_type}."
                 )
@@ -351,7 +352,7 @@ def require(name: str, found: object, supported: Collection[object]) -> None:
 def refuse(name: str, found: object, supported: Collection[object]) -> NoReturn:
     """Raise ValueError with all three arguments."""
     listed = ", ".join(map(str, supported))
-    raise ValueError(
+    raise UnsupportedModel(
         f"The model has {name} {found!r}, which is not supported. Supported: {listed}."
     )
 

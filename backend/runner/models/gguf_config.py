@@ -14,6 +14,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from tritium.backend.gguf_header import TensorInfo
 from tritium.backend.runner.models.architectures import require
+from tritium.backend.runner.models.unsupported import UnsupportedModel
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral has the architecture llama
 _HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
@@ -95,7 +96,7 @@ class _Reader:
 
     def refuse(self, name: str, more: str = "") -> None:
         """Raise ValueError that names a key and its value."""
-        raise ValueError(
+        raise UnsupportedModel(
             f"{self.path} has {self._key(name)} {self._values[name]!r:.100} in its metadata, which "
             f"is not supported for architecture {self.architecture}{more}."
         )

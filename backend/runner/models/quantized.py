@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tritium.backend.runner.models.unsupported import UnsupportedModel
 from tritium.kernels import QuantizedWeight, StoredWeight
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each four bits of a word hold
@@ -176,7 +177,7 @@ def _read_compressed_tensors(config: Mapping[str, Any]) -> Quantization:
 
 def _require(name: str, found: object, supported: tuple[object, ...]) -> None:
     if found not in supported:
-        raise ValueError(
+        raise UnsupportedModel(
             f"The model has {name} {found!r} in its quantization_config, which is not supported. "
             f"Supported: {', '.join(map(str, supported))}."
         )

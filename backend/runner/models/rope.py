@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from tritium.backend.runner.models.unsupported import UnsupportedModel
+
 # What each kind of scaling reads; all of them read `_ALWAYS`.
 _KINDS = {
     "default": "",
@@ -90,13 +92,13 @@ def check_parameters(parameters: Mapping[str, Any]) -> str:
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
     if rope_type not in _KINDS:
         listed = ", ".join(_KINDS)
-        raise ValueError(
+        raise UnsupportedModel(
             f"The model has rope_type {rope_type!r}, which is not supported. Supported: {listed}."
         )
     known = f"{_ALWAYS} {_KINDS[rope_type]}".split()
     for name, value in parameters.items():
         if name not in known and value not in (None, False):
-            raise ValueError(
+            raise UnsupportedModel(
                 f"The model has {name} {value!r:.100} in its rope_parameters, which is not "
                 f"supported with rope_type {rope_type!r}. Supported: {', '.join(known)}."
             )

@@ -220,6 +220,7 @@ def test_an_unknown_model_type_gets_our_list(folder: Path, model_type: str) -> N
         "supported. Supported: arcee, "
     )
     assert "update" not in message.lower()
+    assert message.endswith("engine: vllm).")
 
 
 def test_code_beside_the_weights_is_neither_run_nor_asked_about(
