@@ -14,7 +14,7 @@ import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
@@ -125,7 +125,7 @@ class Ledger:
                 self._write()
             except (sqlite3.Error, OSError) as error:
                 self._keep(error)
-            if self._clock() >= self._rotation:
+            if self._clock() >= self._rotation and self.path.exists():
                 self._rotate()
         if self._pending:
             logger.error(f"ledger: {len(self._pending)} rows could not be written and are lost")
@@ -150,9 +150,11 @@ class Ledger:
         new = self.path.with_suffix(".new")
         new.unlink(missing_ok=True)
         self._database.execute("VACUUM INTO ?", (str(new),))
-        # Closed before the new file has its name: closing deletes a -wal file of that name.
+        new.rename(self.path)
+        # Only now: it has the only copy until then. Closing deletes a -wal file of this name, which
+        # the new file does not have yet.
         self._database.close()
-        self._database = sqlite3.connect(new.rename(self.path), timeout=1)
+        self._database = sqlite3.connect(self.path, timeout=1)
         self._database.execute("PRAGMA journal_mode=WAL")
         logger.error(f"ledger: {self.path} was removed while in use; all of it is written again")
 
@@ -170,6 +172,7 @@ class Ledger:
             self._failing = True
         if too_many := max(len(self._pending) - _MAX_PENDING, 0):
             del self._pending[:too_many]
+            self._sequence += too_many  # a gap shows that rows are missing
             logger.error(f"ledger: {too_many} rows are lost")
 
     def _rotate(self) -> None:
@@ -239,11 +242,16 @@ class Ledger:
     def _files(self) -> list[tuple[list[Path], float]]:
         """This model's files, each with its -wal and -shm files, and when it was last written."""
         name = re.compile(rf"({re.escape(self._model)}-\d{{8}}T\d{{6}}Z-\d+-\w{{6}}\.).+")
-        found: dict[str, list[Path]] = {}
+        found: dict[str, list[tuple[Path, float]]] = {}
         for path in self._directory.iterdir():
             if match := name.fullmatch(path.name):
-                found.setdefault(match[1], []).append(path)
-        return [(paths, max(path.stat().st_mtime for path in paths)) for paths in found.values()]
+                with suppress(FileNotFoundError):  # another process deletes the same files
+                    found.setdefault(match[1], []).append((path, path.stat().st_mtime))
+        return [
+            ([path for path, _ in files], max(written for _, written in files))
+            for files in found.values()
+            if files
+        ]
 
 
 def _statements() -> Iterator[str]:

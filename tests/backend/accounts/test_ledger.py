@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, astuple, replace
+from pathlib import Path
 
 import pytest
 
@@ -196,6 +197,31 @@ def test_rows_wait_until_a_removed_folder_can_be_made_again(tmp_path, caplog):
     assert caplog.text.count("can't be written") == 1
     ledger.close()
     assert [row["key"] for row in rows(ledger.path, "requests")] == ["s/0", "s/1"]
+
+
+def test_a_restore_that_fails_loses_nothing(tmp_path, caplog, monkeypatch):
+    """Neither by itself, nor because a rotation falls due meanwhile."""
+    now = [time.time()]
+    ledger = make_ledger(tmp_path, rotate_hours=1.0, clock=lambda: now[0])
+    path = ledger.path
+    ledger.add(ROW)
+    until(lambda: len(rows(path, "requests")) == 1)
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "rename", fail)
+        path.unlink()
+        ledger.add(replace(ROW, key="s/1"))
+        until(lambda: "No space left" in caplog.text)
+        now[0] += 3601
+        time.sleep(1.2)  # two more attempts
+        assert not path.exists()
+    until(path.exists)
+    ledger.close()
+    found = {row["key"] for file in tmp_path.glob("*.ledger") for row in rows(file, "requests")}
+    assert found == {"s/0", "s/1"}
 
 
 def test_a_clock_that_jumps_deletes_nothing(tmp_path):
