@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc.experimental.gevent as grpc_gevent
 import msgspec
-from locust import LoadTestShape, User, constant, events, task
+from locust import LoadTestShape, User, constant, events, runners, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.runners import WorkerRunner
@@ -39,6 +39,9 @@ from tritium.loadtests.replay.run import Health, Record
 from tritium.loadtests.report.page import print_summaries, write_report
 
 _FAILED = -1.0
+# Heartbeats that a worker may miss: it sends none while it makes its prompts, seconds on a busy
+# machine, and locust would end the test.
+runners.HEARTBEAT_LIVENESS = 60
 
 
 class _Shared:
