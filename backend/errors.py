@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-_MAX_CHARS = 1000  # of a message: it may be made of what the client sent
+_MAX_CHARS = 980  # of a message, made of what a client sent; 1,000 with the status in front
 
 
 class RefusalReason(StrEnum):

@@ -179,17 +179,15 @@ class TritonPythonModel:
         """Pass the requests to the front, whose output thread sends the responses."""
         for request in requests:
             try:
-                self._execute(request)
+                request_id, parameters = request.request_id(), request.parameters()
+                inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
             except Exception as error:  # noqa: BLE001 -- must cost no other request its answer
                 logger.warning(f"a request could not be read: {error!r:.300}")
                 _Responder(request.get_response_sender(), False).fail(_unreadable(error))
-
-    def _execute(self, request: Any) -> None:
-        request_id, parameters = request.request_id(), request.parameters()
-        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        if responder := self._responder(request, request_id, inputs):
-            timeout = request.timeout() / 1e6  # microseconds
-            self._front.handle(inputs, parameters, responder, timeout, request_id)
+                continue
+            if responder := self._responder(request, request_id, inputs):
+                timeout = request.timeout() / 1e6  # microseconds
+                self._front.handle(inputs, parameters, responder, timeout, request_id)
 
     def _responder(
         self, request: Any, request_id: str, inputs: Mapping[str, NDArray[Any]]
@@ -216,7 +214,7 @@ class TritonPythonModel:
 def _unreadable(error: Exception) -> RequestError:
     if isinstance(error, UnicodeDecodeError):  # HTTP clients can send any bytes
         return InvalidArgument("request id or request parameters: not valid UTF-8")
-    return InvalidArgument(f"the request can't be read: {error!r}")
+    return InvalidArgument(f"the request can't be read: {error!r:.100}")
 
 
 class _Responder:

@@ -238,9 +238,9 @@ class Scheduler:
         if not taken:
             return []
         self.num_output_tokens += len(taken)
-        if len(sequence.token_ids) - len(taken) == sequence.num_prompt_tokens:
-            is_fork = sequence.request.fork_of is not None
-            self.num_prompt_tokens += 0 if is_fork else sequence.num_prompt_tokens
+        is_first = len(sequence.token_ids) - len(taken) == sequence.num_prompt_tokens
+        if is_first and sequence.request.fork_of is None:
+            self.num_prompt_tokens += sequence.num_prompt_tokens
         self._release_forks(sequence)
         if reason is FinishReason.INVALID and sequence.grammar:
             return self.end(sequence.request_id, reason, sequence.grammar.error)

@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 
 from tritium.backend.errors import InvalidArgument
 
+MAX_NAME_CHARS = 256  # of request ids, business lines and cache salts
 _OPTIONS = 2**20  # bytes of JSON: a constraint has at most 65,536 characters
 _BYTES = {
     "tool_choice": _OPTIONS,
     "chat_template_kwargs": 2**16,
     "sampling_parameters": _OPTIONS,
-    "business_line": 4 * 256,
-    "cache_salt": 4 * 256,
+    "business_line": 4 * MAX_NAME_CHARS,
+    "cache_salt": 4 * MAX_NAME_CHARS,
     "request_class": 256,
     "stop": 2**16,
 }
@@ -31,8 +32,6 @@ _ENTRIES = {
 }
 _CHARS = {"stop": 1024, "bad_words": 1024}  # of each
 _PARAMETERS = 128
-MAX_NAME_CHARS = 256  # of request ids, business lines and cache salts
-
 _ESCAPED = 6  # bytes of JSON for a byte of text: \u0041
 
 

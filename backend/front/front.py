@@ -150,8 +150,7 @@ class Front:
             self._refuse(responder, bill, error)
             return
         accepted = _Accepted(request, responder, arrival, bill)
-        is_long = request.size > _LONG
-        if not request.constraint and not is_long:
+        if not request.constraint and request.size <= _LONG:
             self._submit(accepted)
             return
         preparing_id = next(self._preparing_ids)

@@ -62,7 +62,7 @@ class InputProcessor:
         num_answers = request.sampling.n
         if num_answers > self._config.max_num_seqs:
             raise InvalidArgument(
-                f"sampling parameter 'n': {num_answers} is not allowed; at most "
+                f"sampling parameter 'n': {num_answers!s:.100} is not allowed; at most "
                 f"{self._config.max_num_seqs} answers run at once (max_num_seqs)"
             )
         self._check_lora(request.sampling.lora_name)

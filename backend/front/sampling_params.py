@@ -120,8 +120,8 @@ class SamplingParams(SamplingOptions):
             )
         if params.max_tokens is not None and params.min_tokens > params.max_tokens:
             raise InvalidArgument(
-                f"sampling parameter 'min_tokens': {params.min_tokens} is more than "
-                f"max_tokens {params.max_tokens}"
+                f"sampling parameter 'min_tokens': {params.min_tokens!s:.100} is more than "
+                f"max_tokens {params.max_tokens!s:.100}"
             )
         return params
 
